@@ -25,16 +25,17 @@ RESIDENT = 2
 """Blocks of the grid that a multiprocessor has at once: with more, registers are too few for products of 48 vectors."""
 
 FEW_RESIDENT = 3
-"""The same where vectors are packed, of 128 components at most, and the query has 8 vectors at most."""
+"""The same where vectors are packed, of 128 components at most, and the query has 8 vectors at most: beside these, a
+multiprocessor has registers for one block of the second launch's grid."""
 
-THREADS_OF_MASSES = 512
-"""Threads of a block of the second launch's grid."""
+THREADS_OF_MASSES, FEW_THREADS_OF_MASSES = 1024, 512
+"""Threads of a block of the second launch's grid; the latter where the first launch has FEW_RESIDENT."""
 
 TAKEN = 32
 """Memory blocks that it takes."""
 
-KERNELS = {"levels": THREADS, "masses": THREADS_OF_MASSES}
-"""Both launches, and how many threads a block of each one's grid has."""
+NAMES = ("levels", "masses")
+"""Both launches."""
 
 
 def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: str) -> str | None:
@@ -54,20 +55,21 @@ def _unusable(index: int) -> str | None:
     if torch.cuda.get_device_properties(index).major != 9:
         return "it is written for Hopper"
     sizes = with_own(cuda_impl.constants(128, 1, 48, 1, 8, packed=True, wide=False, bfloat16=True))
-    both = [partial(_kernel, index, name, tuple(sizes.items())) for name in KERNELS]
+    both = [partial(_kernel, index, name, tuple(sizes.items())) for name in NAMES]
     return nvrtc.failure(index, "scores of blocks by `mass` run", *both)
 
 
 def with_own(sizes: dict[str, int]) -> dict[str, int]:
     """Macros of `mass.cu`, from those of `cuda_impl.constants`."""
     few = sizes["PACKED"] and sizes["DIM"] <= 128 and sizes["COLUMNS"] <= 8
-    resident = FEW_RESIDENT if few else RESIDENT
-    return sizes | dict(RESIDENT=resident, THREADS_OF_MASSES=THREADS_OF_MASSES, TAKEN=TAKEN)
+    resident, threads = (FEW_RESIDENT, FEW_THREADS_OF_MASSES) if few else (RESIDENT, THREADS_OF_MASSES)
+    return sizes | dict(RESIDENT=resident, BESIDE=int(few), THREADS_OF_MASSES=threads, TAKEN=TAKEN)
 
 
 @cache
 def _kernel(index: int, name: str, macros: tuple[tuple[str, int], ...]) -> Callable[..., None]:
-    return nvrtc.kernel(index, SOURCE, name, KERNELS[name], macros)
+    threads = {"levels": THREADS, "masses": dict(macros)["THREADS_OF_MASSES"]}
+    return nvrtc.kernel(index, SOURCE, name, threads[name], macros)
 
 
 def score_blocks(

@@ -10,8 +10,12 @@
 // small for that, or those of any block too large. Then all four warps, which multiply together, multiply once more, and take
 // the largest product for their number: of the block at hand, or the number so far where that is larger.
 //
-// Set by the compiler: what compare.cuh asks for, and of `masses` THREADS_OF_MASSES and TAKEN (threads of a block of the
-// grid, and how many blocks it takes).
+// Blocks of the grid of `masses` may begin while `levels` runs where each multiprocessor has room for one of them beside its
+// blocks of `levels` (BESIDE). Where there is no such room, the first multiprocessors that end would get several of them, and
+// the others none, so they may begin when all blocks of `levels` have compared theirs.
+//
+// Set by the compiler: what compare.cuh asks for, BESIDE, and of `masses` THREADS_OF_MASSES and TAKEN (threads of a block of
+// the grid, and how many memory blocks it takes).
 
 #include "block_votes/compare.cuh"
 
@@ -159,7 +163,7 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
        const int *ids, const Number *blocks, float *levels_of_blocks, float *levels_of_programs, int max_blocks,
        float scale_of_products) {
     wait_for_launch_before();
-    let_next_launch_begin();
+    if (BESIDE) let_next_launch_begin();
     __shared__ __align__(128) Query shared;
     __shared__ float of_warps[WARPS][8 * GROUPS];
     const int request = blockIdx.y;
@@ -196,6 +200,7 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
 #pragma unroll
         for (int i = 0; i < OWN; ++i) sums.block[i] = 0.0f;
     });
+    if (!BESIDE) let_next_launch_begin();
 #pragma unroll
     for (int i = 0; i < KEPT; ++i)
         of_warps[threadIdx.x / 32][kept[i]] = sums.kept_from[i] + __log2f(sums.together[i]);
@@ -211,7 +216,7 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
 
 #define WARPS_OF_MASSES (THREADS_OF_MASSES / 32)
 #define AHEAD ((TAKEN * COLUMNS + THREADS_OF_MASSES - 1) / THREADS_OF_MASSES)  // levels of blocks that a thread reads
-#define AT_ONCE 9  // levels of programs that a lane reads
+#define AT_ONCE ((RESIDENT * 132 + 31) / 32)  // levels of programs that a lane reads: of all on 132 multiprocessors
 
 extern "C" __global__ void __launch_bounds__(THREADS_OF_MASSES)
 masses(const int *query_counts, const Number *blocks, const float *levels_of_blocks, const float *levels_of_programs,
@@ -219,17 +224,19 @@ masses(const int *query_counts, const Number *blocks, const float *levels_of_blo
     wait_for_launch_before();
     let_next_launch_begin();
     __shared__ float whole[COLUMNS], shares[TAKEN][COLUMNS | 1];
+    __shared__ int counts[COLUMNS / MOST_Q];
     const int request = blockIdx.y, lane = threadIdx.x % 32, first = blockIdx.x * TAKEN;
     query_counts += request * (COLUMNS / MOST_Q), out += static_cast<i64>(request) * max_blocks;
     levels_of_blocks += static_cast<i64>(request) * max_blocks * COLUMNS;
     levels_of_programs += static_cast<i64>(request) * COLUMNS * programs;
+    if (threadIdx.x < COLUMNS / MOST_Q) counts[threadIdx.x] = query_counts[threadIdx.x];
     const int end = blocks_there(blocks[request], max_blocks);
-    float level[AHEAD];
+    float level[AHEAD];  // also of blocks that there are not: to read them does not wait for how many there are
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
         const int at = threadIdx.x + i * THREADS_OF_MASSES, block = first + at / COLUMNS;
-        const bool there = at < TAKEN * COLUMNS && block < end;
-        level[i] = there ? levels_of_blocks[static_cast<i64>(block) * COLUMNS + at % COLUMNS] : NOTHING;
+        const bool kept = at < TAKEN * COLUMNS && block < max_blocks;
+        level[i] = kept ? levels_of_blocks[static_cast<i64>(block) * COLUMNS + at % COLUMNS] : NOTHING;
     }
     for (int column = threadIdx.x / 32; column < COLUMNS; column += WARPS_OF_MASSES) {
         float most = LOW, sum = 0.0f;
@@ -259,9 +266,9 @@ masses(const int *query_counts, const Number *blocks, const float *levels_of_blo
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
         const int at = threadIdx.x + i * THREADS_OF_MASSES;
-        // A share, or NOTHING of what is not there.
+        const bool there = first + at / COLUMNS < end && level[i] > NOTHING;
         if (at < TAKEN * COLUMNS)
-            shares[at / COLUMNS][at % COLUMNS] = level[i] > NOTHING ? exp2_of(level[i] - whole[at % COLUMNS]) : NOTHING;
+            shares[at / COLUMNS][at % COLUMNS] = there ? exp2_of(level[i] - whole[at % COLUMNS]) : NOTHING;
     }
     __syncthreads();
     const int block = first + threadIdx.x;
@@ -269,7 +276,7 @@ masses(const int *query_counts, const Number *blocks, const float *levels_of_blo
     float best = NOTHING;
 #pragma unroll
     for (int span = 0; span < COLUMNS / MOST_Q; ++span) {
-        const int count = query_counts[span];
+        const int count = counts[span];
         float mass = 0.0f;
 #pragma unroll
         for (int i = 0; i < MOST_Q; ++i)

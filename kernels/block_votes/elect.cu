@@ -96,6 +96,16 @@ struct Ballot {
         look_up(HELD, look);
     }
 
+    // The vote of one of the thread's blocks, as it was read.
+    __device__ __forceinline__ float vote_at(int block) const {
+        const int number = block / THREADS;
+        float found = number < HELD ? vote[0] : votes[block];
+#pragma unroll
+        for (int i = 1; i < HELD; ++i)
+            if (i == number) found = vote[i];
+        return found;
+    }
+
     __device__ __forceinline__ Key own(int block, unsigned order) const {
         const unsigned second = ~static_cast<unsigned>(block);
         return {joined(order, second), second};
@@ -167,7 +177,7 @@ __device__ __forceinline__ void search(const Ballot &ballot, const Best &best, i
     };
     if (best.key.first >= bar) list(best.key);
     if (best.next >= bar)
-        ballot.look_up(0, [&](int block, float vote, unsigned order) {
+        ballot.each([&](int block, float vote, unsigned order) {
             const Key key = ballot.key<OWN>(block, vote, order);
             if (key.first >= bar && key.second != best.key.second) list(key);
         });
@@ -231,7 +241,8 @@ elect(float *votes, const float *scores, int *out, const float *weights, float w
         search<false>(ballot, counted, kept, out, shared);
     }
     if (!scores) return;
-    if (own.key.first >= ballot.least) votes[number_of(own.key)] += ballot.weight;
+    const int best = number_of(own.key);
+    if (own.key.first >= ballot.least) votes[best] = ballot.vote_at(best) + ballot.weight;
     if (own.next >= ballot.least)
         ballot.look_up(0, [&](int block, float vote, unsigned order) {
             const Key key = ballot.own(block, order);

@@ -18,6 +18,7 @@ CHANGES: dict[str, JsonObject] = {
     "max": {"similarity": "max"},
     "max, four bits": {"similarity": "max", "four_bits": True},
     "mass": {"similarity": "mass"},
+    "mass, 2 queries": {"similarity": "mass", "queries": 2},
     "max, spans ask": {"similarity": "max", "asking": "spans"},
     "max, 32 ask": {"similarity": "max", "askers": 32},
     "max, 4 spans": {"similarity": "max", "spans": 4},

@@ -77,7 +77,7 @@ MAIN: Mapping[str, DrawnMethod] = {
     "dbsa-100": DrawnMethod("DBSA 100%", lambda bench: bench.dbsa(1.0), {}),
     "dbsa-example": DrawnMethod("DBSA by example, 30%", Bench.dbsa, EXAMPLES),
 }
-PLOTTED = ("fixed", "example", "block", "dbsa-10", "dbsa-30", "dbsa-100")
+PLOTTED = ("fixed", "example", "dbsa-example", "dbsa-10", "dbsa-30", "dbsa-100")
 
 
 def _ordered(order: str) -> Callable[[Bench], MethodRow]:

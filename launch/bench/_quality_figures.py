@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 from sglang_ext.launch.bench import _quality_book
 from sglang_ext.launch.bench._quality_engine import Method
@@ -18,6 +20,20 @@ WIDE_Z = 1.96  # and 95% within so many
 POINT = 0.01
 MOST_KEPT = 0.5
 """A row that reads so much of the tokens says little about reading fewer."""
+SHOWN: dict[str, tuple[str, ...]] = {
+    "": (
+        "dense", "streaming_llm", "cascade-2", "cascade-4", "cascade-8", "cascade-4-unselected",
+        "double_p", "retroinfer", "quest", "twilight",
+    ),
+    "selection": ("dense-window", "cascade-2", "cascade-2-unselected", "cascade-8", "cascade-8-unselected"),
+    "what is scored": ("streaming_llm", "cascade-4", "cascade-4-every-2", "cascade-4-every-4", "cascade-4-every-8"),
+    "as many exact": ("double_p", "retroinfer", "quest-exact", "twilight-exact"),
+    "settings of Double-P": (
+        "dense", "double_p", "double_p-kernels", "double_p-tail", "double_p-wide", "double_p-exact",
+    ),
+}  # fmt: skip
+"""What a plot of the suites cascade and double_p is about -> its methods. No suite has more than six of a plot's; what
+another plot shows, too, is no plot of its own."""
 BASELINE = {"double_p": "dense", "cascade": "streaming_llm", "ltri": "infllm", "book": "streaming_llm"}
 
 
@@ -25,6 +41,11 @@ def share(scores: Sequence[float]) -> Timing:
     """A mean of scores from 0 to 1, and the ends of its central 80%."""
     mean, error = mean_and_error(scores)
     return Timing(mean, max(0.0, mean - Z * error), min(1.0, mean + Z * error), len(scores))
+
+
+def differences(mine: JsonObject, theirs: JsonObject) -> list[float]:
+    """Of two methods' scores for the same prompts."""
+    return [a - b for a, b in zip(mine["scores"], theirs["scores"], strict=True)]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -44,6 +65,23 @@ def near_dense(difference: float, error: float, attention: JsonObject | None) ->
     if attention and attention["kept"] >= MOST_KEPT:
         return "", None
     return "95% interval at most 1 point below dense", difference - WIDE_Z * error >= -POINT
+
+
+def above_streaming_llm(difference: float, error: float) -> tuple[str, bool]:
+    """(the aim of what is to beat StreamingLLM, whether it is met): with 95% of the interval above it.
+
+    Args:
+        difference: of the method's share of right answers from StreamingLLM's, over the same prompts.
+        error: the standard error of that.
+    """
+    return "95% interval above StreamingLLM", difference - WIDE_Z * error > 0
+
+
+def _below_streaming_llm(mine: Sequence[float], theirs: Sequence[float]) -> tuple[str, bool]:
+    """The same of perplexities, whose logarithms are compared part by part of a stream."""
+    logarithms = [math.log(ours / other) for ours, other in zip(mine, theirs, strict=True)]
+    difference, error = mean_and_error(logarithms)
+    return "95% interval below StreamingLLM", difference + WIDE_Z * error < 0
 
 
 def wilson(right: float, count: int, z: float = WIDE_Z) -> tuple[float, float]:
@@ -103,7 +141,7 @@ def _answers(
     ours = share(mine["scores"])
     if theirs is None:
         return [Figure(title, ours, unit="share", notes=notes)]
-    difference, error = mean_and_error([a - b for a, b in zip(mine["scores"], theirs["scores"], strict=True)])
+    difference, error = mean_and_error(differences(mine, theirs))
     notes |= {"difference": difference, "difference_error": error}
     if error:  # of the same prompts: smaller than what the two shares' own spreads let expect
         title += f"; {100 * difference:+.1f} points, standard error {100 * error:.1f}"
@@ -111,7 +149,7 @@ def _answers(
     if name in ("double_p", "double_p-kernels"):
         aim, met = near_dense(difference, error, mine["attention"])
     elif selects(methods[name]) and mine["tokens"] > settings["window"]:
-        aim, met = "above StreamingLLM", difference > 0
+        aim, met = above_streaming_llm(difference, error)
     before = share(theirs["scores"])
     ratio = ours.median / before.median if before.median and ours.median else None
     baseline = methods[BASELINE[settings["suite"]]].title
@@ -189,7 +227,7 @@ def _perplexities(
         if selects(methods[name]) and settings["suite"] == "book":
             aim, met = _quality_book.aim(mine, theirs)
         elif selects(methods[name]):
-            aim, met = "below StreamingLLM", value < before.median
+            aim, met = _below_streaming_llm(mine["bins"][kind], theirs["bins"][kind])
         baseline = methods[BASELINE[settings["suite"]]].title
         ratio = before.median / value
         rows.append(Figure(title, ours, baseline, before, ratio, aim, met, unit="perplexity"))
@@ -208,38 +246,58 @@ def curves(settings: Options, methods: Mapping[str, Method], measured: Sequence[
     if settings["suite"] == "book":
         return _quality_book.curves(methods, measured)
 
-    def lines(figure: Callable[[JsonObject], float | None], begins: str) -> dict[str, list[tuple[float, float]]]:
-        found: dict[str, list[tuple[float, float]]] = {}
-        for name in methods:
-            points = [
-                (float(each["tokens"]), float(value))
-                for each in measured
-                if each["method"] == name and each["task"].startswith(begins)
-                if (value := figure(each)) is not None
-            ]
-            if points:
-                found[methods[name].title] = sorted(points)
-        return found
-
-    drawn = [
-        Curve("Passkey", "tokens", "share of digits right", lines(lambda each: each.get("digits"), "passkey"), True),
-        Curve(
-            "banking77, 77 classes", "tokens", "accuracy", lines(lambda each: each.get("accuracy"), "banking77"), True
+    found = [
+        *_by_length(methods, measured, "Passkey", "share of digits right", "passkey", lambda each: each.get("digits")),
+        *_by_length(
+            methods, measured, "banking77, 77 classes", "accuracy", "banking77", lambda each: each.get("accuracy")
         ),
     ]
     for task in ("passkey", "banking77"):
-        read = lines(lambda each: (each.get("attention") or {}).get("kept"), task)
-        drawn.append(Curve(f"{task}: tokens kept", "tokens", "share", read, True))
+        read = partial(_by_length, methods, measured, f"{task}: tokens kept", "share", task)
+        found += read(lambda each: (each.get("attention") or {}).get("kept"))
     for kind in ("labels", "all"):
         series: dict[str, list[tuple[float, float]]] = {}
         for each in measured:
             if "bins" in each:
                 bins = each["bins"][kind]
                 ends = [float(each["bin"] * (at + 1)) for at in range(len(bins))]
-                series[methods[each["method"]].title] = list(zip(ends, bins, strict=True))
+                series[each["method"]] = list(zip(ends, bins, strict=True))
         words = "perplexity of labels" if kind == "labels" else "perplexity of all tokens"
-        drawn.append(Curve("Stream of demonstrations", "tokens read", words, series))
-    return [curve for curve in drawn if curve.series]
+        found += _plots(methods, Curve("Stream of demonstrations", "tokens read", words, series))
+    return found
+
+
+def _by_length(
+    methods: Mapping[str, Method],
+    measured: Sequence[JsonObject],
+    title: str,
+    y: str,
+    begins: str,
+    figure: Callable[[JsonObject], float | None],
+) -> list[Curve]:
+    """A figure of the tasks whose names begin so, against the length of their rows."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for each in sorted(measured, key=lambda each: int(each["tokens"])):
+        value = figure(each) if each["task"].startswith(begins) else None
+        if value is not None:
+            series.setdefault(each["method"], []).append((float(each["tokens"]), float(value)))
+    return _plots(methods, Curve(title, "tokens", y, series, True))
+
+
+def _plots(methods: Mapping[str, Method], curve: Curve) -> list[Curve]:
+    """A curve whose lines are called by their methods, in plots of few lines (`SHOWN`)."""
+    found = {
+        about: {name: curve.series[name] for name in names if name in curve.series} for about, names in SHOWN.items()
+    }
+    shown = {
+        about: lines for about, lines in found.items() if not any(set(lines) < set(more) for more in found.values())
+    }
+    drawn: list[Curve] = []
+    for about, lines in shown.items():
+        series = {methods[name].title: points for name, points in lines.items()}
+        if series and all(set(series) != set(other.series) for other in drawn):
+            drawn.append(replace(curve, title=f"{curve.title}: {about}" if about else curve.title, series=series))
+    return drawn
 
 
 def _key_curves(methods: Mapping[str, Method], measured: Sequence[JsonObject]) -> list[Curve]:

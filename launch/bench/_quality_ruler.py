@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 
 from sglang_ext.launch.bench._quality_book import book_methods
 from sglang_ext.launch.bench._quality_engine import Method, double_p_methods
-from sglang_ext.launch.bench._quality_figures import Z, mean_and_error, near_dense, selects, wilson
+from sglang_ext.launch.bench._quality_figures import (
+    Z,
+    above_streaming_llm,
+    differences,
+    mean_and_error,
+    near_dense,
+    selects,
+    wilson,
+)
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
 from sglang_ext.launch.bench._ruler import KINDS
 from sglang_ext.types import JsonObject, Options
@@ -93,7 +101,7 @@ def _row(settings: Options, name: str, methods: Mapping[str, Method], found: Map
     said = f"; {why}" if why else ""
     if dense is None or name == DENSE:
         return Figure(title + said, _share(scores), unit="share", notes=notes)
-    difference, error = mean_and_error([a - b for a, b in zip(scores, dense["scores"], strict=True)])
+    difference, error = mean_and_error(differences(mine, dense))
     notes |= {"difference": difference, "difference_error": error}
     title += f"; {100 * difference:+.1f} points, standard error {100 * error:.1f}{said}"
     words, met = ("", None) if why else _aim(settings, name, methods[name], found, difference, error)
@@ -120,7 +128,7 @@ def _aim(
         return near_dense(difference, error, found[name]["attention"])
     other = found.get("streaming_llm")
     if other and (selects(method) or name in BEST) and found[name]["tokens"] > settings["window"]:
-        return "above StreamingLLM", found[name]["found"] > other["found"]
+        return above_streaming_llm(*mean_and_error(differences(found[name], other)))
     return "", None
 
 

@@ -49,6 +49,8 @@ STYLES: list[Options] = [
 ]
 # Inches, except for the points of letters.
 FONT, LINE, GAP, WIDTH, LABEL_COLUMNS = 9, 0.165, 0.14, 5.0, 64
+APART = 0.06
+"""Height between the names of two lines, of the axes' height."""
 # From this quotient of the largest to the smallest value on, a linear axis would hide the small ones: of bars, whose
 # lengths are compared, and of lines, whose shapes are.
 WIDE, SPREAD = 10.0, 30
@@ -220,7 +222,7 @@ def draw_curve(results: Results, curve: Curve) -> Drawing:
     if curve.doubling:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in curve.series.values() for x, _ in points})
-        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.set_xticks(ticks, [_short(x) for x in ticks])
         axes.minorticks_off()
     heights = [y for points in curve.series.values() for _, y in points]
     if 0 < SPREAD * min(heights) < max(heights):  # or one line flattens all others
@@ -231,8 +233,33 @@ def draw_curve(results: Results, curve: Curve) -> Drawing:
     below = f"{results.device}, commit {results.short_commit}"
     title = f"{textwrap.fill(curve.title, 70)}\n{textwrap.fill(below, 70)}"
     axes.set_title(title, fontsize=FONT + 1, parse_math=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False, fontsize=FONT)
+    _name_lines(axes)
     return drawing
+
+
+def _short(number: float) -> str:
+    """Multiples of 1,024 as 4K, and of as many of these as 1M."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if number >= size and number % size == 0:
+            return f"{number / size:g}{unit}"
+    return f"{number:g}"
+
+
+def _name_lines(axes: Axes) -> None:
+    """Write each line's name to the right of the axes, as near to the height of its end as its neighbours allow."""
+    axes.autoscale_view()  # else the heights below would be those of axes from 0 to 1
+    height = lambda line: float(axes.transLimits.transform(axes.transScale.transform(line.get_xydata()[-1]))[1])  # noqa: E731
+    lines = sorted(axes.get_lines(), key=height)
+    heights = list[float]()
+    for line in lines:
+        heights.append(max(height(line), heights[-1] + APART) if heights else height(line))
+    for number in reversed(range(len(lines))):  # what stands too high goes down, and what is below it, too
+        above = heights[number + 1] - APART if number + 1 < len(lines) else 1.0
+        heights[number] = min(heights[number], above)
+    for line, at in zip(lines, heights, strict=True):
+        name, color = str(line.get_label()), line.get_color()
+        axes.scatter([1.03], [at], s=16, color=color, marker=line.get_marker(), transform=axes.transAxes, clip_on=False)
+        axes.text(1.06, at, name, color=color, va="center", fontsize=FONT, parse_math=False, transform=axes.transAxes)
 
 
 def _matplotlib() -> type[Drawing]:

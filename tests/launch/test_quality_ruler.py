@@ -133,10 +133,10 @@ def test_near_dense_is_meant_with_its_interval() -> None:
         ("double_p", 0.8, "95% interval at most 1 point below dense", True),
         ("double_p", 0.79, "95% interval at most 1 point below dense", False),
         ("quest", 0.79, "", None),
-        ("cascade-4", 0.5, "above StreamingLLM", True),
-        ("cascade-4", 0.4, "above StreamingLLM", False),
+        ("cascade-4", 0.5, "95% interval above StreamingLLM", True),
+        ("cascade-4", 0.4, "95% interval above StreamingLLM", False),
         ("cascade-4-unselected", 0.5, "", None),
-        ("ltri-max", 0.5, "above StreamingLLM", True),
+        ("ltri-max", 0.5, "95% interval above StreamingLLM", True),
         ("ltri-sum", 0.5, "", None),
     ],
 )

@@ -325,9 +325,28 @@ def test_headlines_are_a_section_of_their_own(folder: Path, document: Path, monk
         assert run("--results", folder, "--markdown", document, "--check") == 0
 
 
+def test_a_headline_beside_another_row_than_its_baseline(
+    folder: Path, document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = row("slow", baseline="dense", baseline_timing=timing(80000), ratio=40.0)
+    slower = row("another", baseline="dense", baseline_timing=timing(80000), ratio=1.6)
+    slower["timing"] = timing(50)
+    (folder / "other.json").write_text(json.dumps(record(figures=[slow, slower])))
+    headline = replace(ZEBRA, file="other", row="slow", instead="another")
+    monkeypatch.setattr(_headlines, "HEADLINES", (headline,))
+    document.write_text(PAIR)
+    assert run("--results", folder, "--markdown", document) == 0
+    assert "| A zebra | 2 ms | a dense one: 50 ms | **25x** |" in document.read_text()
+    slow["unit"] = slower["unit"] = "share"
+    (folder / "other.json").write_text(json.dumps(record(figures=[slow, slower])))
+    assert run("--results", folder, "--markdown", document) == 0
+    assert "**0.04x** |" in document.read_text()
+
+
 @pytest.mark.parametrize(
     ("headline", "got"),
     [
+        (replace(ZEBRA, instead="lion"), "and one 'lion' (got 0)"),
         (replace(ZEBRA, row="lion"), "got 0 rows 'lion'"),
         (replace(ZEBRA, row=""), "got 2 rows ''"),  # zebra and mango
         (replace(ZEBRA, file="absent"), "in absent.json"),
@@ -500,6 +519,31 @@ def test_curves_are_read_and_drawn(folder: Path, tmp_path: Path) -> None:
     assert axes.get_yscale() == "linear"
     tall = replace(curve, series={**curve.series, "c": [(2048, 0.1 * report.SPREAD + 1)]})
     assert report.draw_curve(results, tall).axes[0].get_yscale() == "log"
+
+
+def test_committed_plots_have_few_lines() -> None:
+    results, _ = read_folder(report.RESULTS)
+    assert max(len(curve.series) for each in results for curve in each.curves) <= 6
+
+
+def test_names_stand_where_lines_end() -> None:
+    pytest.importorskip("matplotlib")
+    ends = {"low": 100.0, "high": 200.0, "near": 199.0, "between": 150.0}
+    curve = Curve("t", "tokens", "share", {name: [(1.0, 120.0), (2.0, y)] for name, y in ends.items()})
+    (axes,) = report.draw_curve(read_folder(report.RESULTS)[0][0], curve).axes
+    height = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    bottom, top = axes.get_ylim()
+    of_ends = {name: (y - bottom) / (top - bottom) for name, y in ends.items()}
+    assert height["low"] == pytest.approx(of_ends["low"]) and height["between"] == pytest.approx(of_ends["between"])
+    assert height["high"] == pytest.approx(height["near"] + report.APART) and height["high"] <= 1
+    assert abs(height["near"] - of_ends["near"]) < 0.01
+    assert [report._short(number) for number in (512, 4096, 5 << 19, 1 << 20, 1019)] == [
+        "512",
+        "4K",
+        "2560K",
+        "1M",
+        "1019",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ struct Sums {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT + BESIDE)  // so that there are registers for `masses`, too
 levels(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
        const int *ids, const Number *blocks, float *levels_of_blocks, float *levels_of_programs, int max_blocks,
        float scale_of_products) {
@@ -218,7 +218,7 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
 #define AHEAD ((TAKEN * COLUMNS + THREADS_OF_MASSES - 1) / THREADS_OF_MASSES)  // levels of blocks that a thread reads
 #define AT_ONCE ((RESIDENT * 132 + 31) / 32)  // levels of programs that a lane reads: of all on 132 multiprocessors
 
-extern "C" __global__ void __launch_bounds__(THREADS_OF_MASSES)
+extern "C" __global__ void __launch_bounds__(THREADS_OF_MASSES, 2048 / THREADS_OF_MASSES)
 masses(const int *query_counts, const Number *blocks, const float *levels_of_blocks, const float *levels_of_programs,
        float *out, int max_blocks, int programs) {
     wait_for_launch_before();

@@ -20,12 +20,11 @@ from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.kernels.top_p import SetRule
 from sglang_ext.launch.bench._double_p_captured import Captured, Text
-from sglang_ext.launch.bench._double_p_kernels import thousands
 from sglang_ext.launch.bench._double_p_pages import Pages, QuestTopP, paged
 from sglang_ext.launch.bench._double_p_rows import ClusteredLayer, layers
 from sglang_ext.launch.bench._double_p_step import ClusterBenchStep, DenseStep
 from sglang_ext.launch.bench._gpu import time_turns
-from sglang_ext.launch.bench._record import Figure, Timing, at_least
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, thousands
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.policies.retroinfer import RetroInfer
 from sglang_ext.policies.twilight import Twilight

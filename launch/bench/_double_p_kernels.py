@@ -19,7 +19,7 @@ from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_rows import LEVELS, SHAPES, Planted, layers
 from sglang_ext.launch.bench._double_p_step import ClusterBenchStep, DenseStep
 from sglang_ext.launch.bench._gpu import copy_bandwidth, time_turns
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, thousands
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import JsonObject
 
@@ -53,10 +53,6 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.level} planted keys, batch {self.batch}, {thousands(self.length)}"
-
-
-def thousands(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
 def dense_aim(batch: int, length: int, shares: dict[str, float]) -> float | None:

@@ -55,7 +55,7 @@ HEADLINES = (
     ),
     Headline(
         "double_p_engine_16_layers", "time per output token, 8 requests of 65536 tokens, 16 layers", "stock SGLang",
-        "Double-P: a decoding step of 8 requests of 64K tokens, 16 layers", "stock SGLang",
+        "Double-P: a decoding step of 8 requests of 64K tokens", "stock SGLang",
     ),
     Headline(
         "double_p_engine_16_layers", "time per output token, 1 requests of 65536 tokens, 16 layers", "stock SGLang",

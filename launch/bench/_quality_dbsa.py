@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.config import GROUPINGS, ORDERS, PoolOptions
 from sglang_ext.launch.bench._draws import ANALYZED, draw
-from sglang_ext.launch.bench._quality_figures import Z, mean_and_error, share
+from sglang_ext.launch.bench._quality_figures import WIDE_Z, mean_and_error, share
 from sglang_ext.launch.bench._record import AND, Curve, Figure, Timing, command_lines, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.launch.demo_methods import Bench, MethodRow
@@ -331,7 +331,7 @@ def _aim(found: Mapping[str, Mapping[int, JsonObject]]) -> tuple[str, bool | Non
         return "", None
     best = min(least, key=lambda method: least[method][0])
     mean, error = least[best]
-    return f"at most 2 points below {METHODS[best].title}", mean - Z * error >= -FEWER
+    return f"95% interval at most 2 points below {METHODS[best].title}", mean - WIDE_Z * error >= -FEWER
 
 
 def curves(measured: Sequence[JsonObject], settings: Options) -> list[Curve]:

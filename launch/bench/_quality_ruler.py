@@ -128,7 +128,7 @@ def _aim(
         return near_dense(difference, error, found[name]["attention"])
     other = found.get("streaming_llm")
     if other and (selects(method) or name in BEST) and found[name]["tokens"] > settings["window"]:
-        return above_streaming_llm(*mean_and_error(differences(found[name], other)))
+        return above_streaming_llm(differences(found[name], other))
     return "", None
 
 

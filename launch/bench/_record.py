@@ -107,6 +107,14 @@ class Curve:
     doubling: bool = False
 
 
+def thousands(number: float) -> str:
+    """Multiples of 1,024 as 4K, and of as many of these as 1M."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if number >= size and number % size == 0:
+            return f"{number / size:g}{unit}"
+    return f"{number:g}"
+
+
 def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Json) -> Figure:
     """A row whose ratio is how many times faster than the baseline ours is."""
     ratio = Timing(theirs.median / ours.median, theirs.low / ours.high, theirs.high / ours.low, ours.samples)

@@ -232,6 +232,11 @@ QUALITY = (
         ),
     ),
     FileSummary(
+        "quality_dbsa_ablations",
+        "DBSA with one thing changed, embedded model",
+        (ShownRow("banking77, pools of 4000 tokens, DBSA 30%, pattern self"),),
+    ),
+    FileSummary(
         "quality_dbsa_smollm2",
         "DBSA beside Fixed ICL and RetICL, SmolLM2-135M-Instruct",
         (
@@ -243,18 +248,12 @@ QUALITY = (
     FileSummary(
         "quality_blocks_smollm2",
         "DBSA over smaller blocks, banking77, SmolLM2-135M-Instruct",
-        (
-            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA 30%: answers right"),
-            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA 30%, blocks of 5 behind"),
-        ),
+        (ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA 30%, blocks of 5 behind"),),
     ),
     FileSummary(
         "quality_blocks_sets_smollm2",
         "DBSA over smaller blocks, clinc150 and nlu, SmolLM2-135M-Instruct",
-        (
-            ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%: answers right"),
-            ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%, blocks of 5 behind"),
-        ),
+        (ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%, blocks of 5 behind"),),
     ),
     FileSummary(
         "quality_labels",
@@ -264,7 +263,7 @@ QUALITY = (
     FileSummary(
         "quality_double_p_gpu",
         "Double-P in kernels",
-        (ShownRow("passkey, 16384 tokens, Double-P"), ShownRow("banking77, 7 a class, Double-P")),
+        (ShownRow("banking77, 7 a class, Double-P"),),
     ),
     FileSummary(
         "quality_double_p",

@@ -157,6 +157,13 @@ BENCHMARKS = (
         needs=("data",),
     ),
     Benchmark(
+        "quality-dbsa-ablations",
+        ("quality", "--suite", "dbsa", "--methods", "dbsa-30", "ablations", "--sets", "banking77")
+        + ("--pool-tokens", "4000", "--queries", "50"),
+        "quality_dbsa_ablations.json",
+        needs=("data",),
+    ),
+    Benchmark(
         "quality-dbsa-smollm2",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "4000", "7000")
         + ("--queries", "100", "--concurrency", "32", "--kernels", "auto"),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.launch.bench._markdown import one_line, render
 from sglang_ext.launch.bench._pages import SECTIONS, Document, documents
-from sglang_ext.launch.bench._record import Curve, Figure
+from sglang_ext.launch.bench._record import Curve, Figure, thousands
 from sglang_ext.launch.bench._results_files import Results, read_folder
 from sglang_ext.launch.bench._summary import PAGES
 from sglang_ext.types import Options
@@ -217,12 +217,16 @@ def draw_curve(results: Results, curve: Curve) -> Drawing:
     """
     drawing = _matplotlib()(figsize=(WIDTH, 0.7 * WIDTH))
     axes = drawing.add_axes((0.0, 0.0, 1.0, 1.0))
+    covered = len(curve.series)
     for (name, points), style in zip(curve.series.items(), itertools.cycle(STYLES)):
-        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.4, markersize=4, **style)
+        covered -= 1  # a line is wider than those that cover it
+        axes.plot(
+            *zip(*points, strict=True), label=name, linewidth=1.4 + 0.5 * covered, markersize=4 + 0.6 * covered, **style
+        )
     if curve.doubling:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in curve.series.values() for x, _ in points})
-        axes.set_xticks(ticks, [_short(x) for x in ticks])
+        axes.set_xticks(ticks, [thousands(x) for x in ticks])
         axes.minorticks_off()
     heights = [y for points in curve.series.values() for _, y in points]
     if 0 < SPREAD * min(heights) < max(heights):  # or one line flattens all others
@@ -235,14 +239,6 @@ def draw_curve(results: Results, curve: Curve) -> Drawing:
     axes.set_title(title, fontsize=FONT + 1, parse_math=False)
     _name_lines(axes)
     return drawing
-
-
-def _short(number: float) -> str:
-    """Multiples of 1,024 as 4K, and of as many of these as 1M."""
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if number >= size and number % size == 0:
-            return f"{number / size:g}{unit}"
-    return f"{number:g}"
 
 
 def _name_lines(axes: Axes) -> None:

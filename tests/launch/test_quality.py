@@ -517,8 +517,8 @@ def test_right_answers_are_drawn_against_length() -> None:
         measured("double_p", [0.25], attention={"kept": 0.4}),
     ]
     digits, kept = rows.curves({"suite": "double_p"}, methods, found)
-    assert digits.doubling and digits.series["dense"] == [(2043.0, 0.5), (4091.0, 1.0)]
-    assert kept.series == {methods["double_p"].title: [(2043.0, 0.4)]}
+    assert digits.doubling and digits.series["dense"] == [(2048.0, 0.5), (4096.0, 1.0)]
+    assert kept.series == {methods["double_p"].title: [(2048.0, 0.4)]}
 
 
 # ---- runs ----

@@ -158,7 +158,7 @@ def test_differences_are_of_the_same_draws() -> None:
     assert fixed.baseline == "" and fixed.timing.median == pytest.approx(0.55)
     assert ours.notes["difference"] == pytest.approx(0.055) and ours.notes["difference_error"] < 0.01
     assert ours.timing.high - ours.timing.low > 0.2 and ours.notes["questions"] == 40
-    assert ours.aim == "at most 2 points below Fixed ICL" and ours.met
+    assert ours.aim == "95% interval at most 2 points below Fixed ICL" and ours.met
     assert fewer.notes["difference"] == pytest.approx(-0.3) and fewer.aim == "" and fewer.timing.samples == 2
     assert fewer.baseline_timing and fewer.ratio == pytest.approx(0.25 / 0.55)  # of the two draws that both have
     worse = [each if each["method"] != "dbsa-30" else {**each, "accuracy": each["accuracy"] - 0.2} for each in measured]
@@ -166,7 +166,7 @@ def test_differences_are_of_the_same_draws() -> None:
     assert study.figures([each for each in measured if each["draw"] == 0], OF)[2].met is None  # of one draw
     best = [*measured, *(measurement("example", at, 1.0) for at in range(4))]
     found = {figure.aim for figure in study.figures(best, OF)}
-    assert found == {"", "at most 2 points below RetICL by example, 30%"}
+    assert found == {"", "95% interval at most 2 points below RetICL by example, 30%"}
 
 
 def test_the_most_likely_label_stands_beside_the_greedy_one_with_its_passes() -> None:

@@ -537,7 +537,7 @@ def test_names_stand_where_lines_end() -> None:
     assert height["low"] == pytest.approx(of_ends["low"]) and height["between"] == pytest.approx(of_ends["between"])
     assert height["high"] == pytest.approx(height["near"] + report.APART) and height["high"] <= 1
     assert abs(height["near"] - of_ends["near"]) < 0.01
-    assert [report._short(number) for number in (512, 4096, 5 << 19, 1 << 20, 1019)] == [
+    assert [_record.thousands(number) for number in (512, 4096, 5 << 19, 1 << 20, 1019)] == [
         "512",
         "4K",
         "2560K",

@@ -32,8 +32,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "dense", "double_p", "double_p-kernels", "double_p-tail", "double_p-wide", "double_p-exact",
     ),
 }  # fmt: skip
-"""What a plot of the suites cascade and double_p is about -> its methods. No suite has more than six of a plot's; what
-another plot shows, too, is no plot of its own."""
+"""`plots` of the suites cascade and double_p, neither of which has more than six of a plot's methods."""
 BASELINE = {"double_p": "dense", "cascade": "streaming_llm", "ltri": "infllm", "book": "streaming_llm"}
 
 
@@ -43,9 +42,9 @@ def share(scores: Sequence[float]) -> Timing:
     return Timing(mean, max(0.0, mean - Z * error), min(1.0, mean + Z * error), len(scores))
 
 
-def differences(mine: JsonObject, theirs: JsonObject) -> list[float]:
-    """Of two methods' scores for the same prompts."""
-    return [a - b for a, b in zip(mine["scores"], theirs["scores"], strict=True)]
+def differences(mine: JsonObject, theirs: JsonObject, of: str = "scores") -> list[float]:
+    """Of two methods' scores for the same prompts, or of what `of` names."""
+    return [a - b for a, b in zip(mine[of], theirs[of], strict=True)]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -180,7 +179,7 @@ def _keys(settings: Options, name: str, methods: Mapping[str, Method], found: Ma
     if name == baseline or baseline not in found:
         return Figure(title, _of_wilson(exact), aim=words, met=met, unit="share", notes=notes)
     theirs = found[baseline]
-    difference, error = mean_and_error([a - b for a, b in zip(exact, theirs["exact"], strict=True)])
+    difference, error = mean_and_error(differences(mine, theirs, "exact"))
     notes |= {"difference": difference, "difference_error": error}
     ratio = mine["accuracy"] / theirs["accuracy"] if mine["accuracy"] and theirs["accuracy"] else None
     before = _of_wilson(theirs["exact"])
@@ -266,7 +265,7 @@ def curves(settings: Options, methods: Mapping[str, Method], measured: Sequence[
                 ends = [float(each["bin"] * (at + 1)) for at in range(len(bins))]
                 series[each["method"]] = list(zip(ends, bins, strict=True))
         words = "perplexity of labels" if kind == "labels" else "perplexity of all tokens"
-        found += _plots(methods, Curve("Stream of demonstrations", "tokens read", words, series))
+        found += _plots(methods, Curve("Stream of demonstrations", "tokens read", words, series), SHOWN)
     return found
 
 
@@ -285,13 +284,17 @@ def _by_length(
         if value is not None:
             length = each["tokens"] + (DIGITS if begins == "passkey" else 0)  # as the task is called
             series.setdefault(each["method"], []).append((float(length), float(value)))
-    return _plots(methods, Curve(title, "tokens", y, series, True))
+    return _plots(methods, Curve(title, "tokens", y, series, True), SHOWN)
 
 
-def _plots(methods: Mapping[str, Method], curve: Curve) -> list[Curve]:
-    """A curve whose lines are called by their methods, in plots of few lines (`SHOWN`)."""
+def _plots(methods: Mapping[str, Method], curve: Curve, plots: Mapping[str, Sequence[str]]) -> list[Curve]:
+    """A curve whose lines are called by their methods, in plots of few lines.
+
+    Args:
+        plots: what a plot is about -> its methods. What another plot shows, too, is no plot of its own.
+    """
     found = {
-        about: {name: curve.series[name] for name in names if name in curve.series} for about, names in SHOWN.items()
+        about: {name: curve.series[name] for name in names if name in curve.series} for about, names in plots.items()
     }
     shown = {
         about: lines for about, lines in found.items() if not any(set(lines) < set(more) for more in found.values())
@@ -309,17 +312,12 @@ def _key_curves(methods: Mapping[str, Method], measured: Sequence[JsonObject]) -
     drawn = []
     for kind, hidden in HIDDEN.items():
         of_kind = [each for each in measured if kind_of(each["task"]) == kind]
-        for about, names in PLOTS.items():
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for each in sorted(of_kind, key=lambda each: int(each["tokens"])):
-                point = (float(each["tokens"] + DIGITS), float(each["accuracy"]))
-                if each["method"] in names:
-                    lines.setdefault(each["method"], []).append(point)
-            # What the first plot shows already is no plot of its own.
-            if lines and (not about or not set(lines) <= {*PLOTS[""]}):
-                title = f"{hidden.title}: {about}" if about else hidden.title
-                series = {methods[name].title: lines[name] for name in names if name in lines}
-                drawn.append(Curve(title[0].upper() + title[1:], "tokens", "share of keys right", series, True))
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for each in sorted(of_kind, key=lambda each: int(each["tokens"])):
+            point = (float(each["tokens"] + DIGITS), float(each["accuracy"]))
+            lines.setdefault(each["method"], []).append(point)
+        title = hidden.title[0].upper() + hidden.title[1:]
+        drawn += _plots(methods, Curve(title, "tokens", "share of keys right", lines, True), PLOTS)
         longest = max((each["tokens"] for each in of_kind), default=0)
         deep = {each["method"]: _by_depth(each) for each in of_kind if each["tokens"] == longest}
         series = {methods[name].title: [(x, y) for x, y in deep[name]] for name in PLOTS[""] if name in deep}

@@ -19,10 +19,11 @@ import torch
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.kernels.top_p import SetRule
-from sglang_ext.launch.bench._double_p_captured import Captured, Text
+from sglang_ext.launch.bench._double_p_captured import Captured
 from sglang_ext.launch.bench._double_p_pages import Pages, QuestTopP, paged
 from sglang_ext.launch.bench._double_p_rows import ClusteredLayer, layers
 from sglang_ext.launch.bench._double_p_step import ClusterBenchStep, DenseStep
+from sglang_ext.launch.bench._double_p_texts import Text
 from sglang_ext.launch.bench._gpu import time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, thousands
 from sglang_ext.policies.double_p import DoubleP
@@ -181,7 +182,7 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
 
     Args:
         device: of everything; without a GPU the times say nothing.
-        texts: from `_double_p_captured.capture`, enough for `Captured`.
+        texts: from `_double_p_texts.capture`, enough for `Captured`.
         config: Double-P's.
         length, batch: of the rows.
 

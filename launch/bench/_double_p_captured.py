@@ -1,139 +1,28 @@
-"""Keys that the reference model's trained heads write, and how much of the attention each method recovers of them.
-
-Texts are what the model was trained to read: demonstrations of the demo's intents with a question at the end, and in
-every second one a passkey among them. Each is as long as the model's context, and every layer's keys, values and last
-queries are kept: what the heads do where an answer begins.
-"""
+"""How much of the attention each method recovers of captured keys, and rows that are tiled from them to be timed."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-import sglang_ext
-from sglang_ext.config import PoolOptions
 from sglang_ext.kernels.cluster_attention.pool import centroid_dtype, narrowed
 from sglang_ext.kernels.cluster_attention.types import HeadShape
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, Level
+from sglang_ext.launch.bench._double_p_texts import MODEL, Text
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
-from sglang_ext.launch.demo_data import INTENTS, sentence
 from sglang_ext.policies import double_p, quest, retroinfer, twilight
 from sglang_ext.policies.double_p import DoubleP
 
-if TYPE_CHECKING:
-    from sglang_ext.names import Tokenizer
-
-
-MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
-NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = "What is the pass key? The pass key is"
 Selecting = DoubleP | retroinfer.RetroInfer | quest.Quest | twilight.Twilight | Literal["exact"]
 """A method; "exact" is Double-P with the clusters' true masses."""
 GRID = tuple(x / 100 for x in range(50, 101, 2))
 """Shares of the attention at which the distribution of what is recovered is drawn."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """Caches of one text.
-
-    Attributes:
-        keys, values: [layers, kv_heads, tokens, head_dim] keys rotated, as the KV cache has them.
-        query: [layers, heads, head_dim] of the last token, rotated.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    query: torch.Tensor
-
-
-def prompt(tokenizer: Tokenizer, length: int, seed: int) -> list[int]:
-    """Exactly `length` tokens: demonstrations and a question; with an odd seed it asks for a passkey among them."""
-    dice, template = random.Random(seed), PoolOptions()
-    labels = list(INTENTS)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    key = "".join(dice.choice("0123456789") for _ in range(5))
-    needle = encode(NEEDLE.format(key=key) + template.separator) if seed % 2 else []
-    asked = QUESTION if seed % 2 else template.render_query(sentence(dice.choice(labels), dice))[0]
-    question = encode(asked)
-    room = length - 1 - len(needle) - len(question)
-    if room < 1:
-        raise ValueError(f"texts of {length} tokens: expected at least {length - room + 1}")
-    ids: list[int] = []
-    stops = [0]  # where a demonstration begins
-    while len(ids) < room:
-        label = dice.choice(labels)
-        ids += encode(template.render(sentence(label, dice), label) + template.separator)
-        stops.append(len(ids))
-    depth = dice.random() * room
-    at = max(stop for stop in stops if stop <= depth)
-    # The last demonstration is cut, not the question.
-    return [tokenizer.bos_token_id, *ids[:at], *needle, *ids[at:room], *question]
-
-
-def capture(device: torch.device, count: int, length: int, saved: Path | None = None) -> list[Text]:
-    """Caches of `count` texts, by transformers in float32, kept in bfloat16 (queries in float32).
-
-    Args:
-        device: where the model runs and the caches are.
-        count: texts, with seeds 0, 1, ...
-        length: tokens of each; at most the model's context.
-        saved: file that the caches are read from where it is there, else written to.
-
-    Raises:
-        ValueError: longer texts than the model was trained for; a file of other texts.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    if saved is not None and saved.exists():
-        texts = [Text(**{k: v.to(device) for k, v in text.items()}) for text in torch.load(saved, weights_only=True)]
-        if len(texts) < count or texts[0].keys.shape[2] != length:
-            raise ValueError(
-                f"{saved} has {len(texts)} texts of {texts[0].keys.shape[2]} tokens, expected {count} of {length}: "
-                "delete it to have them captured anew"
-            )
-        return texts[:count]
-    tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
-    model = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32)
-    torch.nn.Module.to(model, device).eval()
-    if length > model.config.max_position_embeddings:
-        raise ValueError(
-            f"texts of {length} tokens: expected at most {model.config.max_position_embeddings}, the model's context"
-        )
-    dim = model.config.head_dim
-    last: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.register_forward_hook(lambda _m, _i, out: last.append(out[:, -1:]))
-    texts = []
-    with torch.no_grad():
-        for seed in range(count):
-            last.clear()
-            ids = torch.tensor([prompt(tokenizer, length, seed)], device=device)
-            cache = model.model(ids, use_cache=True).past_key_values
-            raw = torch.stack([x.view(-1, dim) for x in last]).unsqueeze(2)  # [layers, heads, 1, head_dim]
-            cos, sin = model.model.rotary_emb(raw, torch.tensor([[length - 1]], device=device))
-            query, _ = apply_rotary_pos_emb(raw, raw, cos, sin)
-            layers = range(len(last))
-            keys, values = (
-                torch.stack([getattr(cache.layers[layer], which)[0] for layer in layers]).bfloat16()
-                for which in ("keys", "values")
-            )
-            texts.append(Text(keys, values, query.squeeze(2)))
-    if saved is not None:
-        torch.save([{k: v.cpu() for k, v in vars(text).items()} for text in texts], saved)
-    return texts
 
 
 def check_texts(count: int, tokens: int, length: int, batch: int, layers: int | None = None) -> None:
@@ -306,8 +195,15 @@ def recovered(
     return {name: Recovered(*(torch.cat(each) for each in zip(*rows, strict=True))) for name, rows in parts.items()}
 
 
-def figures_of(found: dict[str, Recovered], p: float, length: int, texts: int) -> list[Figure]:
-    """A row for each method: its distribution of recovered mass (median, 10% to 90%), beside the first one's."""
+def figures_of(found: dict[str, Recovered], p: float, length: int, texts: int, words: str) -> list[Figure]:
+    """A row for each method: its distribution of recovered mass (median, 10% to 90%), beside the first one's.
+
+    Args:
+        found: by `recovered`.
+        p: share that is to be recovered.
+        length, texts: tokens of a text, and how many there are.
+        words: `Source.words`.
+    """
     figures: list[Figure] = []
     first: Timing | None = None
     for name, each in found.items():
@@ -325,20 +221,20 @@ def figures_of(found: dict[str, Recovered], p: float, length: int, texts: int) -
             "texts": texts,
             "heads": len(mass),
         }
-        words = (
-            f"recovered attention to the middle, captured keys, {length} tokens: {name} ({notes['kept_tokens']:.0%} of "
+        title = (
+            f"recovered attention to the middle, {words}, {length} tokens: {name} ({notes['kept_tokens']:.0%} of "
             f"the tokens kept, below {p:g} in {low:.0%} of the heads, 5th percentile {notes['recovered_p5']:.3f})"
         )
         baseline = "" if first is None else next(iter(found))
-        figures.append(Figure(words, timing, baseline, first, unit="%", notes=notes))
+        figures.append(Figure(title, timing, baseline, first, unit="%", notes=notes))
         first = first or timing
     return figures
 
 
-def curve_of(found: dict[str, Recovered], length: int) -> Curve:
+def curve_of(found: dict[str, Recovered], length: int, words: str) -> Curve:
     """Which share of the heads recovers less than x of the attention to the middle (the paper's Figures 2 and 3)."""
     return Curve(
-        title=f"Heads that recover less, captured keys, {length} tokens",
+        title=f"Heads that recover less, {words}, {length} tokens",
         x="share of the attention to the middle",
         y="share of the heads below it",
         series={name: [(x, each.violations(x)) for x in GRID] for name, each in found.items()},
@@ -346,12 +242,15 @@ def curve_of(found: dict[str, Recovered], length: int) -> Curve:
 
 
 def measure(
-    device: torch.device, count: int, length: int, config: DoubleP, saved: Path | None = None
-) -> tuple[list[Figure], Curve, list[Text]]:
-    """All rows of recovered mass, their distributions, and the texts that they are about."""
-    cluster: Callable[..., Clusters] = kmeans_reference
-    if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.dispatch import kmeans as cluster
-    texts = capture(device, count, length, saved)
-    found = recovered(texts, methods(config), config, cluster)
-    return figures_of(found, config.p1, length, count), curve_of(found, length), texts
+    texts: Sequence[Text], config: DoubleP, words: str, cluster: Callable[..., Clusters] = kmeans_reference
+) -> tuple[list[Figure], Curve]:
+    """All rows of recovered mass, and their distributions.
+
+    Args:
+        texts: captured.
+        config: of Double-P.
+        words: `Source.words`.
+        cluster: k-means.
+    """
+    found, length = recovered(texts, methods(config), config, cluster), texts[0].keys.shape[2]
+    return figures_of(found, config.p1, length, len(texts), words), curve_of(found, length, words)

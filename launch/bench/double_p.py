@@ -1,10 +1,13 @@
 """``sglang-ext bench double_p``: decoding over clusters, beside dense attention and what bandwidth allows.
 
-In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU:
+In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU; what is recovered and errors are also of another `--model`, which
+reads `--books` where they are named:
 
 - kernels: attention of one decode layer on planted keys of three stated levels of peakedness, and its stages;
 - recovered: how much of the attention of the reference model's trained heads Double-P and the baselines recover, with
   the budgets that their authors recommend (no times: also without a GPU, `--device cpu`);
+- errors: where centroids err on such keys, how many tokens and clusters heads need, and what other clusterings and
+  other thresholds cost (no times either);
 - captured: the same, and attention over rows tiled from these keys beside the baselines where they recover as much;
 - engine: time per output token over prompts whose keys are planted likewise, against stock SGLang; clustering against
   the prefill of the same tokens; memory of the clusters.
@@ -18,18 +21,20 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
+from sglang_ext.kernels.kmeans import Clusters, kmeans
 from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, stock_backends, table, tensor_parallel
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results" / "double_p.json"
 LEVELS = ("flat", "middle", "peaked")
-PARTS = ("kernels", "recovered", "captured", "engine")
+PARTS = ("kernels", "recovered", "errors", "captured", "engine")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--p1", type=float, default=0.95, help="estimated mass that is kept (default: 0.95)")
     parser.add_argument("--p2", type=float, default=0.7, help="estimated mass that is exact (default: 0.7)")
     parser.add_argument("--group", choices=("union", "mean"), default="union", help="sets of a group (default: union)")
-    parser.add_argument("--texts", type=int, default=32, help="recovered, captured: how many texts (default: 32)")
+    parser.add_argument("--texts", type=int, default=32, help="recovered, errors, captured: how many (default: 32)")
     parser.add_argument("--text-length", type=int, default=16384, metavar="TOKENS", help="of such a text")
+    parser.add_argument("--model", type=Path, help="a Llama's folder; recovered, errors (default: the embedded model)")
+    parser.add_argument(
+        "--books", type=Path, nargs="+", default=[], metavar="FILE", help="in UTF-8, whose pieces are the texts"
+    )
     parser.add_argument("--captured", type=Path, help="file that keeps their keys (1.1 GB for 8 texts)")
     parser.add_argument(
         "--captured-length", type=int, default=65536, metavar="TOKENS", help="of a timed row of captured keys"
@@ -94,11 +103,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from sglang_ext.launch.bench import _double_p_baselines as baselines
     from sglang_ext.launch.bench import _double_p_captured as captured
+    from sglang_ext.launch.bench import _double_p_error_rows as errors
     from sglang_ext.launch.bench import _double_p_kernels as kernels
+    from sglang_ext.launch.bench import _double_p_texts as captured_texts
     from sglang_ext.launch.bench._gpu import require_gpu
 
     device = require_gpu() if args.device == "cuda" else torch.device("cpu")
     config = DoubleP(**{"p1": args.p1, "p2": args.p2, "group": args.group, **args.policy})
+    source = captured_texts.Source(args.model or captured_texts.MODEL, tuple(args.books))
+    if (args.model or args.books) and args.only not in ("recovered", "errors"):
+        raise ValueError("--model, --books: expected --only recovered or errors; other parts are of one model's keys")
     if args.only in (None, "captured"):  # not after an hour
         captured.check_texts(args.texts, args.text_length, args.captured_length, args.captured_batch)
     figures: list[Figure] = []
@@ -106,11 +120,17 @@ def main(args: argparse.Namespace) -> int:
     if args.only in (None, "kernels"):
         figures += kernels.measure(device, args.shape, args.lengths, args.batches, config)
     curves: list[Curve] = []
-    if args.only in (None, "recovered", "captured"):
-        rows, curve, texts = captured.measure(device, args.texts, args.text_length, config, args.captured)
-        figures += rows
-        curves.append(curve)
-        if args.only != "recovered":
+    if args.only in (None, "recovered", "errors", "captured"):
+        texts = captured_texts.capture(device, args.texts, args.text_length, args.captured, source)
+        if args.only != "errors":
+            rows, curve = captured.measure(texts, config, source.words, cluster_on(device))
+            figures += rows
+            curves.append(curve)
+        if args.only in (None, "errors"):
+            rows, more_curves = errors.measure(texts, config, source.words, cluster_on(device))
+            figures += rows
+            curves += more_curves
+        if args.only in (None, "captured"):
             figures += baselines.measure(device, texts, config, args.captured_length, args.captured_batch)
         del texts
     if args.only in (None, "engine"):
@@ -125,3 +145,12 @@ def main(args: argparse.Namespace) -> int:
     print(table(figures))
     print(f"written: {args.out}")
     return 0
+
+
+def cluster_on(device: torch.device) -> Callable[..., Clusters]:
+    """k-means: kernels where there is a GPU, else plain PyTorch."""
+    if device.type == "cuda":
+        from sglang_ext.kernels.kmeans.dispatch import kmeans as kernels
+
+        return kernels
+    return kmeans

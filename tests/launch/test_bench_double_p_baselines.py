@@ -14,6 +14,7 @@ from sglang_ext.launch.bench import _double_p_captured as captured
 from sglang_ext.launch.bench import _double_p_pages as pages_of
 from sglang_ext.launch.bench import _double_p_rows as rows_of
 from sglang_ext.launch.bench import _double_p_step as steps
+from sglang_ext.launch.bench import _double_p_texts as texts_of
 from sglang_ext.launch.bench._record import Timing
 from sglang_ext.policies import double_p, quest, twilight
 from sglang_ext.policies import retroinfer as policy
@@ -27,19 +28,19 @@ CONFIG = DoubleP(segment=256, window=32)
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[captured.Text]:
-    return captured.capture(DEVICE, 1, LENGTH)
+def texts() -> list[texts_of.Text]:
+    return texts_of.capture(DEVICE, 1, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def rows(texts: list[captured.Text]) -> captured.Captured:
+def rows(texts: list[texts_of.Text]) -> captured.Captured:
     return captured.Captured(LENGTH, BATCH, texts, CONFIG, DEVICE, dtype=torch.float16)
 
 
 @pytest.fixture(scope="module")
-def short() -> list[captured.Text]:
+def short() -> list[texts_of.Text]:
     """For what takes many steps."""
-    return captured.capture(DEVICE, 1, SHORT)
+    return texts_of.capture(DEVICE, 1, SHORT)
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_retroinfer_keeps_what_the_policy_keeps(rows: captured.Captured) -> None
 
 
 @pytest.mark.usefixtures("quick")
-def test_retroinfer_at_equal_mass(short: list[captured.Text]) -> None:
+def test_retroinfer_at_equal_mass(short: list[texts_of.Text]) -> None:
     rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
     copies = rows_of.layers(rows, 1)
     target = steps.ClusterBenchStep(rows, 1, copies).shares()["recovered_p5"]
@@ -192,7 +193,7 @@ def test_wrong_kernels_are_not_timed(
 
 
 @pytest.mark.usefixtures("quick")
-def test_quest_at_equal_mass(short: list[captured.Text], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quest_at_equal_mass(short: list[texts_of.Text], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
     monkeypatch.setattr(baselines, "SHARES", (0.3, 0.99))
     copies = rows_of.layers(rows, 1)
@@ -210,7 +211,7 @@ def test_quest_at_equal_mass(short: list[captured.Text], monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.usefixtures("quick")
-def test_all_of_it_without_a_gpu(short: list[captured.Text], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_it_without_a_gpu(short: list[texts_of.Text], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "SHARES", (1.0,))
     figures = baselines.measure(DEVICE, short, CONFIG, SHORT, 1)
     assert [figure.baseline.split(",")[0] for figure in figures] == ["dense PyTorch", "RetroInfer", "Quest+top-p"]

@@ -13,6 +13,7 @@ from sglang_ext.launch.bench import _double_p_captured as captured
 from sglang_ext.launch.bench import _double_p_kernels as kernels
 from sglang_ext.launch.bench import _double_p_rows as rows_of
 from sglang_ext.launch.bench import _double_p_step as steps
+from sglang_ext.launch.bench import _double_p_texts as texts_of
 from sglang_ext.policies import double_p
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.policies.quest import Quest
@@ -23,32 +24,32 @@ CONFIG = DoubleP(segment=256, window=32)
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[captured.Text]:
-    return captured.capture(DEVICE, 3, LENGTH)
+def texts() -> list[texts_of.Text]:
+    return texts_of.capture(DEVICE, 3, LENGTH)
 
 
 def test_texts_are_of_the_length_asked_for() -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(captured.MODEL))
+    tokenizer = AutoTokenizer.from_pretrained(str(texts_of.MODEL))
     for seed in range(6):
-        ids = captured.prompt(tokenizer, LENGTH, seed)
-        assert len(ids) == LENGTH and ids == captured.prompt(tokenizer, LENGTH, seed)
+        ids = texts_of.prompt(tokenizer, LENGTH, seed)
+        assert len(ids) == LENGTH and ids == texts_of.prompt(tokenizer, LENGTH, seed)
         assert ids[0] == tokenizer.bos_token_id
         words = str(tokenizer.decode(ids))
-        assert words.endswith(captured.QUESTION if seed % 2 else "\nLabel:")
+        assert words.endswith(texts_of.QUESTION if seed % 2 else "\nLabel:")
         assert words.count("Remember it.") == seed % 2
     with pytest.raises(ValueError, match="texts of 5 tokens"):
-        captured.prompt(tokenizer, 5, 0)
+        texts_of.prompt(tokenizer, 5, 0)
 
 
-def test_logits_are_the_model_s(texts: list[captured.Text]) -> None:
+def test_logits_are_the_model_s(texts: list[texts_of.Text]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(
-        str(captured.MODEL), dtype=torch.float32, attn_implementation="eager"
+        str(texts_of.MODEL), dtype=torch.float32, attn_implementation="eager"
     ).to(DEVICE)  # type: ignore[arg-type]
-    ids = captured.prompt(AutoTokenizer.from_pretrained(str(captured.MODEL)), LENGTH, 1)
+    ids = texts_of.prompt(AutoTokenizer.from_pretrained(str(texts_of.MODEL)), LENGTH, 1)
     with torch.no_grad():
         seen = model(torch.tensor([ids], device=DEVICE), output_attentions=True).attentions
     for layer, attentions in enumerate(seen):
@@ -59,17 +60,17 @@ def test_logits_are_the_model_s(texts: list[captured.Text]) -> None:
         assert (wanted - wanted.flip(-1)).abs().max() > 0.1, "not flat"
 
 
-def test_a_file_keeps_them(texts: list[captured.Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_keeps_them(texts: list[texts_of.Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "texts.pt"
-    captured.capture(DEVICE, 1, LENGTH, saved)
-    monkeypatch.setattr(captured, "prompt", None)  # not captured again
-    (again,) = captured.capture(DEVICE, 1, LENGTH, saved)
+    texts_of.capture(DEVICE, 1, LENGTH, saved)
+    monkeypatch.setattr(texts_of, "prompt", None)  # not captured again
+    (again,) = texts_of.capture(DEVICE, 1, LENGTH, saved)
     assert all(torch.equal(x, y) for x, y in zip(vars(again).values(), vars(texts[0]).values(), strict=True))
     with pytest.raises(ValueError, match="expected 2 of 512"):
-        captured.capture(DEVICE, 2, LENGTH, saved)
+        texts_of.capture(DEVICE, 2, LENGTH, saved)
 
 
-def test_rows_are_tiled_as_said(texts: list[captured.Text]) -> None:
+def test_rows_are_tiled_as_said(texts: list[texts_of.Text]) -> None:
     rows = captured.Captured(LENGTH, 5, texts, CONFIG, DEVICE, dtype=torch.float16)
     assert (rows.shape.heads, rows.shape.kv_heads, rows.shape.group, rows.shape.head_dim) == (32, 8, 4, 64)
     found = rows.keys.unflatten(0, (5, LENGTH))
@@ -86,14 +87,14 @@ def test_rows_are_tiled_as_said(texts: list[captured.Text]) -> None:
         captured.Captured(2 * LENGTH, 5, texts, CONFIG, DEVICE)
 
 
-def test_the_kernels_run_on_them(texts: list[captured.Text]) -> None:
+def test_the_kernels_run_on_them(texts: list[texts_of.Text]) -> None:
     rows = captured.Captured(LENGTH, 2, texts, CONFIG, DEVICE, dtype=torch.float16)
     step = steps.ClusterBenchStep(rows, 2, rows_of.layers(rows, 2))
     step.check()
     assert 0 < step.shares()["exact"] < 0.9
 
 
-def test_what_is_recovered(texts: list[captured.Text]) -> None:
+def test_what_is_recovered(texts: list[texts_of.Text]) -> None:
     """Exact masses never recover less than p; a budget of everything recovers everything."""
     chosen = {**captured.methods(CONFIG), "all": Quest(budget=1.0)}
     found = captured.recovered(texts[:2], chosen, CONFIG)
@@ -107,12 +108,12 @@ def test_what_is_recovered(texts: list[captured.Text]) -> None:
         assert (each.exact <= each.tokens).all()
     rounded = found["Double-P, centroids in float8"]
     assert not torch.equal(rounded.mass, found["Double-P (0.95, 0.7)"].mass), "other centroids"
-    curve = captured.curve_of(found, LENGTH)
+    curve = captured.curve_of(found, LENGTH, "captured keys")
     assert curve.series["Double-P, exact cluster masses"][:23] == [(x / 100, 0.0) for x in range(50, 95, 2)]
     for name, points in curve.series.items():
         shares = [share for _, share in points]
         assert shares == sorted(shares) and points[20] == (0.9, found[name].violations(0.9))
-    figures = captured.figures_of(found, 0.95, LENGTH, 2)
+    figures = captured.figures_of(found, 0.95, LENGTH, 2, "captured keys")
     assert figures[0].baseline == "" and figures[1].baseline == "Double-P (0.95, 0.7)"
     (least,) = (figure for figure in figures if "exact cluster masses" in figure.name)
     assert least.notes["violations"] == 0 and "below 0.95 in 0% of the heads" in least.name

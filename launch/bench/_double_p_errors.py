@@ -80,6 +80,22 @@ def unit_labels(keys: torch.Tensor, plan: ClusterPlan, iterations: int) -> torch
     return torch.cat(labels, 1)
 
 
+def labels_of(text: Text, number: int, variant: Variant, cluster: Callable[..., Clusters]) -> torch.Tensor:
+    """[kv_heads, middle tokens] int64, the clusters of layer `number` of a text, found as `variant` says.
+
+    Raises:
+        ValueError: a text without middle tokens.
+    """
+    config = variant.config
+    begin, end = config.clustered(text.keys.shape[2])
+    plan = config.plan(begin, end, WIDTH)
+    if variant.unit:
+        return unit_labels(text.keys[number, :, begin:end].float(), plan, config.iterations)
+    cached = (x[number].transpose(0, 1).contiguous() for x in (text.keys, text.values))
+    slots = torch.arange(begin, end, dtype=torch.int32, device=text.keys.device)
+    return cluster(*cached, slots, plan, iterations=config.iterations, assignment=config.assignment).labels.long()
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of one text, in float32, and its clusters.
@@ -102,22 +118,10 @@ class Layer:
     sizes: torch.Tensor
 
     @classmethod
-    def of(cls, text: Text, number: int, variant: Variant, cluster: Callable[..., Clusters]) -> Layer:
-        """Cluster layer `number` of a text, as `variant` does.
-
-        Raises:
-            ValueError: a text without middle tokens.
-        """
-        config, keys, values = variant.config, text.keys[number].float(), text.values[number].float()
+    def of(cls, text: Text, number: int, labels: torch.Tensor, config: DoubleP) -> Layer:
+        """Layer `number` of a text, in the clusters of `labels_of`."""
+        keys, values = text.keys[number].float(), text.values[number].float()
         begin, end = config.clustered(keys.shape[1])
-        plan = config.plan(begin, end, WIDTH)
-        if variant.unit:
-            labels = unit_labels(keys[:, begin:end], plan, config.iterations)
-        else:
-            cached = (x[number].transpose(0, 1).contiguous() for x in (text.keys, text.values))
-            slots = torch.arange(begin, end, dtype=torch.int32, device=keys.device)
-            found = cluster(*cached, slots, plan, iterations=config.iterations, assignment=config.assignment)
-            labels = found.labels.long()
         count = int(labels.max()) + 1
         centroids, means = (double_p.cluster_values(x[:, begin:end], labels, count) for x in (keys, values))
         centroids = narrowed(centroids, centroid_dtype(config.centroids, keys.dtype)).to(keys.dtype)
@@ -327,14 +331,14 @@ def errors_of(texts: Sequence[Text], config: DoubleP, cluster: Callable[..., Clu
         needs.append([])
         for number in range(text.keys.shape[0]):
             queries = text.queries[number].unflatten(0, (kv_heads, -1))
-            clustered: dict[tuple[str, str, bool], Layer] = {}
+            clustered: dict[tuple[str, bool], torch.Tensor] = {}
             for name, variant in asked.items():
-                key = (variant.config.assignment, variant.config.centroids, variant.unit)
+                key = (variant.config.assignment, variant.unit)
                 if key not in clustered:
-                    clustered[key] = Layer.of(text, number, variant, cluster)
-                step = Step.of(clustered[key], queries[:, :, -1], length)
-                changed[name].append(Chosen.by(step, variant.config))
-            own = next(iter(clustered.values()))
+                    clustered[key] = labels_of(text, number, variant, cluster)
+                own = Layer.of(text, number, clustered[key], variant.config)
+                changed[name].append(Chosen.by(Step.of(own, queries[:, :, -1], length), variant.config))
+            own = Layer.of(text, number, clustered[config.assignment, False], config)
             steps = [Step.of(own, queries[:, :, s], length - STEPS + 1 + s) for s in range(STEPS)]
             for p1, p2 in pairs:
                 thresholds[p1, p2].append(Chosen.by(steps[-1], replace(config, p1=p1, p2=p2)))

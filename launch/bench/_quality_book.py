@@ -18,7 +18,7 @@ from sglang_ext.types import JsonObject
 PART = 65_536
 """Tokens of a part whose perplexity is a figure of its own."""
 PLOTTED = ("dense", "streaming_llm", "cascade-2", "cascade-4", "cascade-8", "ltri-max")
-LEFT_OUT = ("dense-window", "cascade-4-every-2", "cascade-4-every-4", "cascade-4-every-8")
+LEFT_OUT = ("dense-window", *(f"cascade-4-{what}" for what in ("every-2", "every-4", "every-8", "together", "max")))
 """Of the methods of `--suite cascade`."""
 
 

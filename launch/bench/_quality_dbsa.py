@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 RATIO = 0.3
 """Share of the pool that methods read which choose, unless their name has another."""
+FILLED = 0.8
+"""Share of the context that is filled with what is read of a pool that is longer than the context."""
 FEWER = 0.02
 """The share of DBSA's right answers may lie so much below that of the best other method."""
 AIMED, IN_CONTEXT = "dbsa-30", ("fixed", "example", "block", "dbsa-10", "dbsa-100", "dbsa-example")
@@ -57,12 +59,18 @@ class DrawnMethod:
         ask: has a draw answered.
         pool: options of its pool, beside those of the others'; methods with the same ones share it.
         beside: the method whose answers over the same draws its row compares with.
+        fills: whether it reads as much of the pool as fills `FILLED` of the context, and not `RATIO`.
     """
 
     title: str
     ask: Callable[[Bench], MethodRow]
     pool: Options
     beside: str = "fixed"
+    fills: bool = False
+
+    def share(self, size: int, context: int) -> float:
+        """What it reads of a pool of `size` tokens, if its name has no other share."""
+        return min(1.0, FILLED * context / size) if self.fills else RATIO
 
 
 EXAMPLES: Options = {"block_size": 1, "sink_blocks": 20, "previous_blocks": 100}
@@ -137,15 +145,28 @@ LABELS: Mapping[str, DrawnMethod] = {
     ),
 }
 """DBSA 30% with the most likely label instead of the greedy one."""
+LOCAL: Options = {"positions": "local"}
+"""Of pools that may be longer than the context, where Fixed ICL cannot run."""
+BEYOND: Mapping[str, DrawnMethod] = {
+    "zero-shot-filled": DrawnMethod("zero-shot", Bench.zero_shot, LOCAL, "example-filled", fills=True),
+    "example-filled": DrawnMethod(
+        "RetICL by example, as many as fit", Bench.ret_icl_by_example, LOCAL, "example-filled", fills=True
+    ),
+    "dbsa-filled": DrawnMethod("DBSA, as much as fits", Bench.dbsa, LOCAL, "example-filled", fills=True),
+    "dbsa-example-filled": DrawnMethod(
+        "DBSA by example, as many as fit", Bench.dbsa, {**EXAMPLES, **LOCAL}, "example-filled", fills=True
+    ),
+}
 ABLATIONS, BLOCK_SIZES = _ablations(), _block_sizes()
 RETRIEVED = {name: each for retriever in ANALYZED for name, each in _retrieved(retriever).items()}
-METHODS: Mapping[str, DrawnMethod] = {**MAIN, **LABELS, **ABLATIONS, **BLOCK_SIZES, **RETRIEVED}
+METHODS: Mapping[str, DrawnMethod] = {**MAIN, **LABELS, **ABLATIONS, **BLOCK_SIZES, **RETRIEVED, **BEYOND}
 GROUPS: Mapping[str, Sequence[str]] = {
     "main": tuple(MAIN),
     "labels": (AIMED, *LABELS),
     "ablations": tuple(ABLATIONS),
     "blocks": (AIMED, "dbsa-example", *BLOCK_SIZES),
     "retrievers": tuple(RETRIEVED),
+    "beyond": tuple(BEYOND),
 }
 
 
@@ -177,6 +198,8 @@ class DrawStudy:
             raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {known}")
         self.settings: JsonObject = {name: getattr(args, name) for name in SETTINGS}
         self.settings["model"] = EMBEDDED if Path(args.model) == MODEL else Path(args.model).name
+        config = json.loads((Path(args.model) / "config.json").read_text())
+        self.context: int = config["max_position_embeddings"]
         self.measured: list[JsonObject] = []
         self.commands: list[str] = []
         if self.out.exists() and not args.anew:
@@ -199,7 +222,8 @@ class DrawStudy:
         if not any(methods for _, methods in draws):
             return
         # Room for the pool three times (by blocks, by examples, the dense prompt) and for every request's dense prompt.
-        kv_tokens = max(32768, (3 + args.concurrency) * max(args.pool_tokens) + 8192)
+        largest = max(args.pool_tokens)
+        kv_tokens = max(32768, 3 * largest + args.concurrency * min(largest, self.context) + 8192)
         extra = [text for name, value in args.engine.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         os.environ[KERNELS_ENV] = args.kernels
         with served(args.model, kv_tokens, extra) as server:
@@ -222,13 +246,14 @@ class DrawStudy:
         """Methods of a draw, one after the other."""
         if not methods:
             return
-        args, bench, pool = self.args, None, None
+        args, bench, made = self.args, None, None
         task = draw(name, size, number, args, tokenizer)
         for method in methods:
-            if bench is None or METHODS[method].pool != pool:
-                pool = METHODS[method].pool
-                options = {"block_size": args.block_size, **pool}
-                bench = Bench(server, task, tokenizer, RATIO, concurrency=args.concurrency, **options)
+            asked = METHODS[method].pool, METHODS[method].share(size, self.context)
+            if bench is None or asked != made:
+                made = asked
+                options = {"block_size": args.block_size, **asked[0]}
+                bench = Bench(server, task, tokenizer, asked[1], concurrency=args.concurrency, **options)
             yield method, METHODS[method].ask(bench)
 
     def rows(self) -> list[Figure]:

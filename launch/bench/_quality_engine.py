@@ -112,14 +112,18 @@ def double_p_methods() -> dict[str, Method]:
 
 
 def cascade_methods(window: int, stride: int, sinks: int, context: int) -> dict[str, Method]:
-    """Dense attention, StreamingLLM and cascades of one window, with and without token selection or all queries."""
+    """Dense attention, StreamingLLM and cascades of one window, with and without token selection or all queries.
+
+    There are 12 cascades where the window is a multiple of 12, as the paper's 1,008 tokens are (Figure 12); and 4 whose
+    heads decide together, or share a score by its maximum (Appendix B).
+    """
     sizes = {"window": window, "stride": stride, "sinks": sinks}
     found = {
         "dense": Method("dense", "dbsa", reads=context - ANSWERED),
         "dense-window": Method("dense in chunks of the window", "dbsa", reads=sinks + window),
         "streaming_llm": Method("StreamingLLM", "streaming_llm", sizes),
     }
-    for cascades in (2, 4, 8):
+    for cascades in [each for each in (2, 4, 8, 12) if window % each == 0]:
         for selection in (True, False):
             title = f"{cascades} cascades" + ("" if selection else ", no selection")
             name = f"cascade-{cascades}" + ("" if selection else "-unselected")
@@ -127,6 +131,9 @@ def cascade_methods(window: int, stride: int, sinks: int, context: int) -> dict[
     for every in (2, 4, 8):
         policy = {**sizes, "cascades": 4, "selection": True, "score_every": every}
         found[f"cascade-4-every-{every}"] = Method(f"4 cascades, one query in {every} counted", "cascade", policy)
+    four = {**sizes, "cascades": 4, "selection": True}
+    found["cascade-4-together"] = Method("4 cascades, heads together", "cascade", {**four, "heads": "homogeneous"})
+    found["cascade-4-max"] = Method("4 cascades, a group's maximum", "cascade", {**four, "head_reduction": "max"})
     return found
 
 

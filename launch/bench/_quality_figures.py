@@ -26,6 +26,8 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "double_p", "double_p-kernels", "retroinfer", "quest", "twilight",
     ),
     "selection": ("dense-window", "cascade-2", "cascade-2-unselected", "cascade-8", "cascade-8-unselected"),
+    "how many": ("streaming_llm", "cascade-2", "cascade-4", "cascade-8", "cascade-12"),
+    "how heads decide": ("streaming_llm", "cascade-4", "cascade-4-together", "cascade-4-max"),
     "what is scored": ("streaming_llm", "cascade-4", "cascade-4-every-2", "cascade-4-every-4", "cascade-4-every-8"),
     "as many exact": ("double_p", "retroinfer", "quest-exact", "twilight-exact"),
     "settings of Double-P": (

@@ -24,12 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_ext.launch.bench._reference_reader import PREFIX, SEPARATOR, Writer
-from sglang_ext.launch.bench.reference import FILLER, MODEL, Suite, demonstrations, passkey_prompt, suite_data
+from sglang_ext.launch.bench.reference import FILLER, MODEL, Suite, demonstrations, passkey_prompt, suite_data, word_ids
 from sglang_ext.launch.reference.corpus import read_rows
 from sglang_ext.serving.grammar import label_grammar
 from sglang_ext.types import Options
 
 CLASSES = Suite("banking77", False, 0.8, lower=True)
+FILLERS = ("sentences", "words")
+"""What a passkey is hidden among: five sentences over and over, or words at random (the cascade paper's)."""
 DIGITS = 5
 PARTS = 16
 """Of a stream."""
@@ -124,24 +126,29 @@ def classification(writer: Writer, data: str, shots: int, queries: int, seed: in
     )
 
 
-def passkeys(writer: Writer, length: int, trials: int, skip: int = 0, seed: int = 0) -> QualityTask:
+def passkeys(
+    writer: Writer, length: int, trials: int, skip: int = 0, seed: int = 0, filler: str = FILLERS[0]
+) -> QualityTask:
     """A key at every tenth of depth, `trials` times each, so that prompt and answer are `length` tokens together.
 
     Args:
         skip: how many first digits do not count.
+        filler: what it is hidden among, one of `FILLERS`.
 
     Raises:
         ValueError: the prompt is too short for the key.
     """
     prompts, keys, cells = [], [], []
+    words = word_ids(writer) if filler == "words" else []
     for tenth in range(10):
         rng = random.Random(1000 * length + tenth + 100_000_000 * seed)
         for _ in range(trials):
-            prompt, key = passkey_prompt(writer, length - DIGITS, (tenth + rng.random()) / 10, rng)
+            prompt, key = passkey_prompt(writer, length - DIGITS, (tenth + rng.random()) / 10, rng, words)
             prompts.append(prompt)
             keys.append(key)
             cells.append(tenth)
-    return QualityTask(f"passkey, {length} tokens", prompts, keys, new_tokens=DIGITS, skip=skip, cells=cells)
+    name = f"passkey{' among words' if words else ''}, {length} tokens"
+    return QualityTask(name, prompts, keys, new_tokens=DIGITS, skip=skip, cells=cells)
 
 
 # ---- keys among blocks -----------------------------------------------------------------------------------------------
@@ -296,7 +303,8 @@ def key_tasks(writer: Writer, settings: Options, length: int) -> list[QualityTas
     """The tasks of a suite that ask for keys in rows of `length` tokens."""
     seed = settings["seed"]
     if settings["suite"] != "ltri":
-        return [passkeys(writer, length, settings["trials"], int(settings["suite"] == "double_p"), seed)]
+        skip, filler = int(settings["suite"] == "double_p"), settings.get("filler", FILLERS[0])
+        return [passkeys(writer, length, settings["trials"], skip, seed, filler)]
     data, prompts, sinks = settings["data"], settings["prompts"][str(length)], settings["sinks"]
     block = block_of(settings)
     return [hidden_keys(writer, data, kind, length, prompts, sinks, seed, block) for kind in settings["hidden"]]

@@ -34,6 +34,7 @@ SIXTEEN = ("--layers", "16", "--levels", "middle", "--engine-batch", "1", "8")
 """Of the model: 8 rows of 64K tokens fit a GPU of 80 GB, and so one and two of these can be compared."""
 QUARTER = ("--tokens", "262144", "--dense-tokens", "131072")
 """A prompt of a quarter of a million tokens costs each of its later parts what a million's parts cost."""
+CAPTURED = ("double_p", "--device", "cpu", "--texts", "4")
 HALF = '{"dtype":"float16","disable_cuda_graph":true}'
 DELAYED = "--enable-prefill-delayer --prefill-delayer-queue-min-ratio 0.25 --prefill-delayer-max-delay-ms 100"
 """SGLang's flags with which a prefill waits until it has a quarter as many requests as decode, but 0.1 s at most."""
@@ -119,6 +120,17 @@ BENCHMARKS = (
         ("double_p", "--only", "recovered", "--device", "cpu", "--texts", "32"),
         "double_p_recovered.json",
     ),
+    Benchmark("double_p-errors", (*CAPTURED, "--only", "errors"), "double_p_errors.json"),
+    *(
+        Benchmark(
+            f"double_p-{part}-smollm2",
+            (*CAPTURED, "--only", part, "--text-length", "8192"),
+            f"double_p_{part}_smollm2.json",
+            needs=("books", "model"),
+        )
+        for part in ("errors", "recovered")
+    ),
+    Benchmark("retrieval", ("retrieval",), "retrieval.json", needs=("data",)),
     Benchmark("cascade-kernels", ("cascade", "--only", "kernels")),
     Benchmark("cascade-engine", ("cascade", "--only", "engine", *QUARTER)),
     Benchmark("cascade-engine-tp2", ("cascade", "--only", "engine", "--tp", "2", *QUARTER), gpus=2),
@@ -162,6 +174,13 @@ BENCHMARKS = (
         + ("--pool-tokens", "4000", "--queries", "50"),
         "quality_dbsa_ablations.json",
         needs=("data",),
+    ),
+    Benchmark(
+        "quality-dbsa-ablations-smollm2",
+        ("quality", "--suite", "dbsa", "--methods", "dbsa-30", "ablations", "--sets", "banking77")
+        + ("--pool-tokens", "2000", "--queries", "20"),
+        "quality_dbsa_ablations_smollm2.json",
+        needs=("data", "model"),
     ),
     Benchmark(
         "quality-dbsa-smollm2",

@@ -7,8 +7,9 @@ of its own, but those of dbsa share a server:
   RetICL by example and by block, DBSA over 10, 30 and 100% of the blocks, and over demonstrations as blocks; and with
   --methods ablations other patterns, groupings, orders, previous blocks and single examples, with --methods retrievers
   BM25 over stems and without stop words, with --methods blocks smaller blocks, with --methods labels the most likely
-  label beside the greedy one. Means
-  and intervals are over draws; the time of an answer stands beside each result.
+  label beside the greedy one, with --methods beyond pools that may be longer than the context (`positions: local`), of
+  which as much is read as fills 0.8 of it. Means and intervals are over draws; the time of an answer stands beside each
+  result.
 - --suite double_p: banking77 with many demonstrations and passkeys, for dense attention, Double-P, and RetroInfer,
   Quest and Twilight with budgets that make them read as much as Double-P did on the same task: as many tokens kept
   (exact, or in an approximated cluster), and as many exact. What was read and the attention that it recovered stand
@@ -55,7 +56,7 @@ from sglang_ext.launch.bench._quality_book import PART, book_methods
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._quality_ltri import ltri_methods
-from sglang_ext.launch.bench._quality_tasks import BLOCK, HIDDEN, block_of
+from sglang_ext.launch.bench._quality_tasks import BLOCK, FILLERS, HIDDEN, block_of
 from sglang_ext.launch.bench._record import AND, Curve, Figure, command_lines, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
@@ -65,7 +66,7 @@ SUITES = ("dbsa", "double_p", "cascade", "ltri", "book", "ruler")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
-OF_SOME = ("part", "heads", "block")  # beside these, of some suites: books, ltri and ruler
+OF_SOME = ("part", "heads", "block", "filler")  # beside these, of some suites: books, ltri, ruler and cascade
 HOSTED = ("ltri", "infllm")  # systems that keep on the host what leaves a window
 POLL_SECONDS = 1.0
 
@@ -96,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hidden", nargs="+", choices=HIDDEN, default=list(HIDDEN), help="where the keys of ltri are (default: all)"
     )
+    parser.add_argument("--filler", choices=FILLERS, default=FILLERS[0], help="around passkeys, of cascade")
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[100], help="of ltri and ruler, for each length or all (default: 100)"
     )
@@ -202,6 +204,8 @@ class Study:
             "passkey": lengths,
             "context": context,
         }
+        if args.suite == "cascade":
+            self.settings |= {"filler": args.filler}
         if args.suite == "book":
             self.settings |= {"passkey": [], "books": args.books, "part": args.part, "heads": args.heads}
         if args.suite == "ltri":
@@ -234,7 +238,7 @@ class Study:
     def _known(self, record: JsonObject) -> list[JsonObject]:
         """The measurements of a file; with --passkey, --shots or --stream some more may be asked for."""
         known = record.get("settings", {})
-        known = {**known, "block": block_of(known)}
+        known = {"filler": FILLERS[0], **known, "block": block_of(known)}
         kept = [
             *(name for name in SETTINGS if name not in TASKS),
             *(name for name in OF_SOME if name in self.recorded),

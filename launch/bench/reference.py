@@ -230,14 +230,30 @@ def summarise(suite: Suite, points: dict[int, list[dict[str, float]]]) -> list[J
     return results
 
 
-def passkey_prompt(reader: Writer, length: int, depth: float, rng: random.Random) -> tuple[list[int], str]:
-    """A prompt of exactly ``length`` tokens with a five-digit key at ``depth`` of it, and the key."""
+def word_ids(reader: Writer) -> list[int]:
+    """The tokens that are a word in lower case, with a space before it: a dictionary that each model has."""
+    words = reader.tokenizer.batch_decode([[token] for token in range(len(reader.tokenizer))])
+    return [token for token, word in enumerate(words) if re.fullmatch(" [a-z]{3,}", word)]
+
+
+def passkey_prompt(
+    reader: Writer, length: int, depth: float, rng: random.Random, words: Sequence[int] = ()
+) -> tuple[list[int], str]:
+    """A prompt of exactly ``length`` tokens with a five-digit key at ``depth`` of it, and the key.
+
+    Args:
+        words: tokens that the key is hidden among, drawn at random; none: it is hidden among sentences.
+    """
     key = "".join(rng.choice("0123456789") for _ in range(5))
     needle = reader.encode(NEEDLE.format(key=key))
     question = reader.encode("\n\nWhat is the pass key? The pass key is")
     room = length - 1 - len(needle) - len(question)
     if room < 0:
         raise ValueError(f"a passkey prompt of {length} tokens; expected at least {length - room}")
+    if words:
+        drawn = rng.choices(words, k=room)
+        at = round(depth * room)
+        return [reader.tokenizer.bos_token_id, *drawn[:at], *needle, *drawn[at:], *question], key
     filler = reader.encode(FILLER)
     more = reader.encode(" " + FILLER)
     filler += more * (room // len(more) + 1)

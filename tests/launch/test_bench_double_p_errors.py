@@ -30,7 +30,7 @@ def drawn(seed: int = 0, sharp: float = 3.0) -> texts_of.Text:
 
 
 def step_of(text: texts_of.Text, config: DoubleP = CONFIG, step: int = -1) -> errors.Step:
-    layer = errors.Layer.of(text, 1, errors.Variant(config), kmeans)
+    layer = errors.Layer.of(text, 1, errors.labels_of(text, 1, errors.Variant(config), kmeans), config)
     seen = LENGTH + 1 + step
     return errors.Step.of(layer, text.queries[1, :, step].unflatten(0, (KV, GROUP)), seen)
 

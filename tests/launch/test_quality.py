@@ -18,7 +18,7 @@ from sglang_ext.launch.bench import _quality_ltri as ltri
 from sglang_ext.launch.bench import _quality_tasks as tasks
 from sglang_ext.launch.bench import quality
 from sglang_ext.launch.bench._reference_reader import Writer
-from sglang_ext.launch.bench.reference import MODEL
+from sglang_ext.launch.bench.reference import MODEL, word_ids
 from sglang_ext.systems.registry import ours
 from tests.launch.test_quality_figures import measured
 
@@ -92,6 +92,20 @@ def test_passkeys_stand_at_their_depth(writer: Writer) -> None:
         assert task.said(f" {key}") == wanted
     assert len(set(task.answers)) == 20
     assert task.prompts == tasks.passkeys(writer, 400, 2).prompts != tasks.passkeys(writer, 400, 2, seed=1).prompts
+
+
+def test_passkeys_stand_among_words(writer: Writer) -> None:
+    words = word_ids(writer)
+    assert len(words) > 100 and all(writer.tokenizer.decode([token])[0] == " " for token in words)
+    task = tasks.passkeys(writer, 400, 2, filler="words")
+    assert task.name == "passkey among words, 400 tokens"
+    assert {len(prompt) + task.new_tokens for prompt in task.prompts} == {400}
+    for prompt, key, tenth in zip(task.prompts, task.answers, task.cells, strict=True):
+        text = writer.tokenizer.decode(prompt)
+        assert text.endswith("The pass key is") and text.count(key) == 2 and "grass is green" not in text
+        assert abs(text.index(key) / len(text) - (tenth + 0.5) / 10) < 0.13
+        assert len(set(prompt) & set(words)) > 100, "drawn at random"
+    assert task.prompts == tasks.passkeys(writer, 400, 2, filler="words").prompts
 
 
 def hidden(writer: Writer, data: str, kind: str, prompts: int = 12, seed: int = 0) -> tasks.QualityTask:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoTokenizer
@@ -75,8 +75,12 @@ def test_the_embedded_model_is_asked_for_classes_that_it_did_not_see(data: Path)
 class Pool:
     """Stands for `Bench`, and says what it was made of."""
 
+    shares: ClassVar[list[float]] = []
+    """What each of them reads."""
+
     def __init__(self, server: Any, task: Any, tokenizer: Any, ratio: float, concurrency: int, **pool: Any) -> None:
         self.task, self.pool = task, pool
+        self.shares.append(ratio)
 
 
 @pytest.fixture
@@ -133,7 +137,8 @@ def test_each_method_of_each_draw_is_measured_once(
     with pytest.raises(ValueError, match=r"labels=4; expected labels=5: measure --anew"):
         study.DrawStudy(arguments(data, *words, "--labels", 5))
     with pytest.raises(
-        ValueError, match="magic: expected some of main, labels, ablations, blocks, retrievers, zero-shot, fixed"
+        ValueError,
+        match="magic: expected some of main, labels, ablations, blocks, retrievers, beyond, zero-shot, fixed",
     ):
         study.DrawStudy(arguments(data, *words, "--methods", "magic"))
 
@@ -144,6 +149,24 @@ def test_each_method_of_each_draw_is_measured_once(
 def measurement(method: str, number: int, accuracy: float, **more: Any) -> dict[str, Any]:
     of_draw = {"set": "nlu", "size": 300, "draw": number, "method": method, "accuracy": accuracy}
     return {**of_draw, "queries": 10, "seconds": 0.1, "setup": 5.0, **more}
+
+
+def test_a_pool_beyond_the_context_fills_most_of_it(
+    data: Path, tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions are local, and as much is read as fills 0.8 of the embedded model's 16,384 tokens."""
+    monkeypatch.setattr(Pool, "shares", [])
+    words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--draws", 1, "--out", tmp_path / "q.json"]
+    quality.main(arguments(data, *words, "--methods", "beyond"))
+    assert [name for name, _ in asked] == ["zero-shot-filled", "example-filled", "dbsa-filled", "dbsa-example-filled"]
+    assert [pool.get("positions") for _, pool in asked] == ["local"] * 4
+    assert Pool.shares == [1.0, 1.0], "a pool that is shorter is read whole"
+    filled = study.METHODS["dbsa-filled"]
+    assert filled.share(131072, 16384) == pytest.approx(0.1) and study.METHODS["dbsa-30"].share(131072, 16384) == 0.3
+    (row,) = (
+        each for each in json.loads((tmp_path / "q.json").read_text())["figures"] if "DBSA, as much" in each["name"]
+    )
+    assert row["baseline"] == "RetICL by example, as many as fit"
 
 
 def test_differences_are_of_the_same_draws() -> None:

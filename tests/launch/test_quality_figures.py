@@ -156,6 +156,17 @@ def test_keys_are_drawn_six_lines_at_a_time() -> None:
     assert drawn["Passkey in rows of 16384 tokens"].series["InfLLM"][0] == (0.05, 0.5)
 
 
+def test_cascades_divide_their_window() -> None:
+    for window, counts in ((1024, (2, 4, 8)), (1008, (2, 4, 8, 12))):
+        methods = engine.cascade_methods(window, 64, 64, 16384)
+        for count in (2, 4, 8, 12):
+            assert (f"cascade-{count}" in methods) == (count in counts)
+    together, largest = (
+        engine.cascade_methods(1024, 64, 64, 16384)[f"cascade-4-{name}"] for name in ("together", "max")
+    )
+    assert together.policy["heads"] == "homogeneous" and largest.policy["head_reduction"] == "max"
+
+
 def test_cascades_are_held_to_streaming_llm_past_the_window() -> None:
     settings = {"suite": "cascade", "window": 1024}
     methods = engine.cascade_methods(1024, 512, 64, 16384)

@@ -107,6 +107,17 @@ def test_the_parts_have_the_declared_rows(run: Callable[..., int], document: Pat
     assert "### A good one" in quality and quality.endswith("\n\nThe end.\n")
 
 
+def test_a_part_without_rows_leads_to_its_page(
+    run: Callable[..., int], document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (_pages, _summary):
+        monkeypatch.setattr(module, "QUALITY", (replace(GOOD, rows=()),))
+    assert run() == 0
+    _, quality = document.read_text().split("Between.")
+    assert "### A good one\n\n[All rows (1)](results/good.md), 1 of 1 aims met:" in quality and "mango" not in quality
+    assert "mango" in page(document, "good").read_text()
+
+
 def test_a_page_has_all_rows_and_leads_back(run: Callable[..., int], document: Path, folder: Path) -> None:
     assert run() == 0
     results, _ = read_folder(folder)

@@ -202,7 +202,7 @@ def figures_of(found: dict[str, Recovered], p: float, length: int, texts: int, w
         found: by `recovered`.
         p: share that is to be recovered.
         length, texts: tokens of a text, and how many there are.
-        words: `Source.words`.
+        words: `TextSource.words`.
     """
     figures: list[Figure] = []
     first: Timing | None = None
@@ -249,7 +249,7 @@ def measure(
     Args:
         texts: captured.
         config: of Double-P.
-        words: `Source.words`.
+        words: `TextSource.words`.
         cluster: k-means.
     """
     found, length = recovered(texts, methods(config), config, cluster), texts[0].keys.shape[2]

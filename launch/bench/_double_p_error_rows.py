@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from sglang_ext.kernels.kmeans import Clusters
-from sglang_ext.launch.bench._double_p_errors import P1S, P2S, WITHIN, Errors, errors_of
+from sglang_ext.launch.bench._double_p_errors import P1S, P2S, WITHIN, CentroidErrors, errors_of
 from sglang_ext.launch.bench._double_p_texts import Text
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
 from sglang_ext.policies.double_p import DoubleP
@@ -18,13 +19,13 @@ RANKED = 128
 """Clusters of a head whose errors are drawn by their rank (Double-P, Figure 6)."""
 
 
-def figures_of(found: Errors, config: DoubleP, words: str, length: int) -> list[Figure]:
+def figures_of(found: CentroidErrors, config: DoubleP, words: str, length: int) -> list[Figure]:
     """The rows: variants beside the first one, then what heads need.
 
     Args:
         found: by `errors_of`.
         config: the same.
-        words: `Source.words`.
+        words: `TextSource.words`.
         length: tokens of a text.
     """
     of, figures = f"{words}, {length} tokens", list[Figure]()
@@ -53,7 +54,7 @@ def figures_of(found: Errors, config: DoubleP, words: str, length: int) -> list[
     return [*figures, *_needed_tokens(found, of), *_needed_clusters(found, config, of)]
 
 
-def _needed_tokens(found: Errors, of: str) -> list[Figure]:
+def _needed_tokens(found: CentroidErrors, of: str) -> list[Figure]:
     """How many tokens hold a share of the attention, and what a fixed number of them would miss."""
     figures = []
     for p in P1S:
@@ -70,7 +71,7 @@ def _needed_tokens(found: Errors, of: str) -> list[Figure]:
     return figures
 
 
-def _needed_clusters(found: Errors, config: DoubleP, of: str) -> list[Figure]:
+def _needed_clusters(found: CentroidErrors, config: DoubleP, of: str) -> list[Figure]:
     """How many clusters must be exact, beside those that are; and where the errors of the others are."""
     layers = [layer for text in found.needs for layer in text]
     chosen = torch.cat([(layer.chosen / layer.count).flatten() for layer in layers])
@@ -80,8 +81,8 @@ def _needed_clusters(found: Errors, config: DoubleP, of: str) -> list[Figure]:
         needed = torch.cat([(layer.clusters[most] / layer.count).flatten() for layer in layers])
         fewer = float((chosen < needed).double().mean())
         title = (
-            f"clusters that must be exact for an error of at most {most:.0%}, {of} (fewer are in {fewer:.0%} of heads "
-            "and steps)"
+            f"clusters that must be exact for an error of at most {most:.0%}, all others by centroids, {of} (fewer are "
+            f"in {fewer:.0%} of heads and steps)"
         )
         sides = Timing.of(needed.tolist()), Timing.of(chosen.tolist())
         figures.append(Figure(title, sides[0], baseline, sides[1], unit="%", notes={"chosen_too_few": fewer}))
@@ -95,7 +96,7 @@ def _held(errors: torch.Tensor, first: int) -> torch.Tensor:
     return errors[..., :first].sum(-1) / errors.sum(-1).clamp(min=torch.finfo(errors.dtype).tiny)
 
 
-def curves_of(found: Errors, config: DoubleP, words: str, length: int) -> list[Curve]:
+def curves_of(found: CentroidErrors, config: DoubleP, words: str, length: int) -> list[Curve]:
     """The plots, in the order of the paper's figures; arguments as of `figures_of`."""
     of = f"{words}, {length} tokens"
     tokens = {
@@ -104,12 +105,7 @@ def curves_of(found: Errors, config: DoubleP, words: str, length: int) -> list[C
     }
     by_layer = [list(layers) for layers in zip(*found.needs, strict=True)]
     shown = sorted({len(by_layer) * part // 4 for part in range(4)} | {len(by_layer) - 1})
-    ranked = {
-        f"layer {number}": torch.stack([each.mass_errors.flatten(0, 1).mean(0)[:RANKED] for each in by_layer[number]])
-        .mean(0)
-        .tolist()
-        for number in shown
-    }
+    ranked = {f"layer {number}": _by_rank([each.mass_errors for each in by_layer[number]]) for number in shown}
     counts = {f"for {most:.0%}": [_median([x.clusters[most] for x in each]) for each in by_layer] for most in WITHIN}
     counts[f"exact by p2 = {config.p2:g}"] = [_median([x.chosen for x in each]) for each in by_layer]
     cost = {
@@ -135,7 +131,7 @@ def curves_of(found: Errors, config: DoubleP, words: str, length: int) -> list[C
             doubling=True,
         ),
         Curve(
-            f"Clusters that must be exact, {of}",
+            f"Clusters that must be exact, all others by centroids, {of}",
             "layer",
             "clusters, median of heads and steps",
             {name: [(float(x), y) for x, y in enumerate(each)] for name, each in counts.items()},
@@ -147,6 +143,12 @@ def curves_of(found: Errors, config: DoubleP, words: str, length: int) -> list[C
             cost,
         ),
     ]
+
+
+def _by_rank(parts: Sequence[torch.Tensor]) -> list[float]:
+    """The mean over texts of [steps, heads, clusters], for the first `RANKED` clusters."""
+    padded = [F.pad(each.flatten(0, 1).mean(0)[:RANKED], (0, max(0, RANKED - each.shape[-1]))) for each in parts]
+    return [float(each) for each in torch.stack(padded).mean(0)]
 
 
 def _median(parts: Sequence[torch.Tensor]) -> float:

@@ -28,7 +28,7 @@ WITHIN = (0.02, 0.05, 0.1)
 
 
 @dataclass(frozen=True)
-class Variant:
+class ErrorVariant:
     """Double-P with one thing changed.
 
     Attributes:
@@ -40,16 +40,16 @@ class Variant:
     unit: bool = False
 
 
-def variants(config: DoubleP) -> dict[str, Variant]:
+def variants(config: DoubleP) -> dict[str, ErrorVariant]:
     """What is compared; the first one is the default."""
     found = {
-        "as set": Variant(config),
-        "keys go to the nearest centroid (`assignment: l2`)": Variant(replace(config, assignment="l2")),
-        "keys and centroids of length 1": Variant(config, unit=True),
-        "a group's mean (`group: mean`)": Variant(replace(config, group="mean")),
-        "all other clusters by their centroids (`tail: centroid`)": Variant(replace(config, tail="centroid")),
-        "centroids in float8": Variant(replace(config, centroids="float8")),
-        "no centroids (`p2` as `p1`)": Variant(replace(config, p2=config.p1)),
+        "as set": ErrorVariant(config),
+        "keys go to the nearest centroid (`assignment: l2`)": ErrorVariant(replace(config, assignment="l2")),
+        "keys and centroids of length 1": ErrorVariant(config, unit=True),
+        "a group's mean (`group: mean`)": ErrorVariant(replace(config, group="mean")),
+        "all other clusters by their centroids (`tail: centroid`)": ErrorVariant(replace(config, tail="centroid")),
+        "centroids in float8": ErrorVariant(replace(config, centroids="float8")),
+        "no centroids (`p2` as `p1`)": ErrorVariant(replace(config, p2=config.p1, tail="drop")),
     }
     return {name: each for name, each in found.items() if name == "as set" or each != found["as set"]}
 
@@ -80,7 +80,7 @@ def unit_labels(keys: torch.Tensor, plan: ClusterPlan, iterations: int) -> torch
     return torch.cat(labels, 1)
 
 
-def labels_of(text: Text, number: int, variant: Variant, cluster: Callable[..., Clusters]) -> torch.Tensor:
+def labels_of(text: Text, number: int, variant: ErrorVariant, cluster: Callable[..., Clusters]) -> torch.Tensor:
     """[kv_heads, middle tokens] int64, the clusters of layer `number` of a text, found as `variant` says.
 
     Raises:
@@ -97,7 +97,7 @@ def labels_of(text: Text, number: int, variant: Variant, cluster: Callable[..., 
 
 
 @dataclass(frozen=True)
-class Layer:
+class CapturedLayer:
     """One layer of one text, in float32, and its clusters.
 
     Attributes:
@@ -118,8 +118,8 @@ class Layer:
     sizes: torch.Tensor
 
     @classmethod
-    def of(cls, text: Text, number: int, labels: torch.Tensor, config: DoubleP) -> Layer:
-        """Layer `number` of a text, in the clusters of `labels_of`."""
+    def of(cls, text: Text, number: int, labels: torch.Tensor, config: DoubleP) -> CapturedLayer:
+        """CapturedLayer `number` of a text, in the clusters of `labels_of`."""
         keys, values = text.keys[number].float(), text.values[number].float()
         begin, end = config.clustered(keys.shape[1])
         count = int(labels.max()) + 1
@@ -129,7 +129,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Step:
+class CapturedStep:
     """One decoding step of a layer: what dense attention answers, and what is estimated of its clusters.
 
     Attributes:
@@ -140,7 +140,7 @@ class Step:
         dense: [kv_heads, group, head_dim] the output of dense attention.
     """
 
-    layer: Layer
+    layer: CapturedLayer
     inside: torch.Tensor
     outside: torch.Tensor
     outside_values: torch.Tensor
@@ -148,7 +148,7 @@ class Step:
     dense: torch.Tensor
 
     @classmethod
-    def of(cls, layer: Layer, query: torch.Tensor, seen: int) -> Step:
+    def of(cls, layer: CapturedLayer, query: torch.Tensor, seen: int) -> CapturedStep:
         """The step of a query [kv_heads, group, head_dim] that sees the first `seen` tokens."""
         x = double_p.logits(query, layer.keys[:, :seen])
         dense = x.softmax(-1) @ layer.values[:, :seen]
@@ -222,7 +222,7 @@ def _sums(vectors: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tens
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SettingCost:
     """What one setting costs and errs in a step of a layer.
 
     Attributes:
@@ -240,7 +240,7 @@ class Chosen:
     largest: torch.Tensor
 
     @classmethod
-    def by(cls, step: Step, config: DoubleP) -> Chosen:
+    def by(cls, step: CapturedStep, config: DoubleP) -> SettingCost:
         """By the sets that `config` chooses."""
         own = step.layer
         exact, approx = double_p.select(step.share, config)
@@ -257,13 +257,13 @@ class Chosen:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Chosen]) -> Chosen:
+    def joined(cls, parts: Sequence[SettingCost]) -> SettingCost:
         """Those of several layers, end to end."""
         return cls(*(torch.cat([getattr(each, name) for each in parts]) for name in cls.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
-class Needs:
+class HeadNeeds:
     """What the heads of a layer need in each step.
 
     Attributes:
@@ -281,7 +281,7 @@ class Needs:
     count: int
 
     @classmethod
-    def of(cls, steps: Sequence[Step], p2: float) -> Needs:
+    def of(cls, steps: Sequence[CapturedStep], p2: float) -> HeadNeeds:
         """Of one layer's steps, with the second stage's threshold."""
         by_count = torch.stack([step.errors_by_count().flatten(0, 1) for step in steps])
         return cls(
@@ -294,7 +294,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Errors:
+class CentroidErrors:
     """All that is found of some texts.
 
     Attributes:
@@ -303,12 +303,20 @@ class Errors:
         needs: [text][layer].
     """
 
-    variants: dict[str, Chosen]
-    thresholds: dict[tuple[float, float], Chosen]
-    needs: list[list[Needs]]
+    variants: dict[str, SettingCost]
+    thresholds: dict[tuple[float, float], SettingCost]
+    needs: list[list[HeadNeeds]]
 
 
-def errors_of(texts: Sequence[Text], config: DoubleP, cluster: Callable[..., Clusters] = kmeans_reference) -> Errors:
+def check_window(config: DoubleP) -> None:
+    """Raise ValueError where the window is too short for `STEPS` steps that have the same middle tokens."""
+    if config.window < STEPS:
+        raise ValueError(f"window={config.window}: expected at least {STEPS}, so that all steps have the same middle")
+
+
+def errors_of(
+    texts: Sequence[Text], config: DoubleP, cluster: Callable[..., Clusters] = kmeans_reference
+) -> CentroidErrors:
     """Ask everything of every layer of the texts.
 
     Args:
@@ -319,13 +327,12 @@ def errors_of(texts: Sequence[Text], config: DoubleP, cluster: Callable[..., Clu
     Raises:
         ValueError: a window that is too short for the steps, or texts without middle tokens.
     """
-    if config.window < STEPS:
-        raise ValueError(f"window={config.window}: expected at least {STEPS}, so that all steps have the same middle")
+    check_window(config)
     asked = variants(config)
     pairs = [(p1, p2) for p1 in P1S for p2 in P2S if p2 <= p1]
-    changed: dict[str, list[Chosen]] = {name: [] for name in asked}
-    thresholds: dict[tuple[float, float], list[Chosen]] = {pair: [] for pair in pairs}
-    needs: list[list[Needs]] = []
+    changed: dict[str, list[SettingCost]] = {name: [] for name in asked}
+    thresholds: dict[tuple[float, float], list[SettingCost]] = {pair: [] for pair in pairs}
+    needs: list[list[HeadNeeds]] = []
     for text in texts:
         kv_heads, length = text.keys.shape[1:3]
         needs.append([])
@@ -336,15 +343,15 @@ def errors_of(texts: Sequence[Text], config: DoubleP, cluster: Callable[..., Clu
                 key = (variant.config.assignment, variant.unit)
                 if key not in clustered:
                     clustered[key] = labels_of(text, number, variant, cluster)
-                own = Layer.of(text, number, clustered[key], variant.config)
-                changed[name].append(Chosen.by(Step.of(own, queries[:, :, -1], length), variant.config))
-            own = Layer.of(text, number, clustered[config.assignment, False], config)
-            steps = [Step.of(own, queries[:, :, s], length - STEPS + 1 + s) for s in range(STEPS)]
+                own = CapturedLayer.of(text, number, clustered[key], variant.config)
+                changed[name].append(SettingCost.by(CapturedStep.of(own, queries[:, :, -1], length), variant.config))
+            own = CapturedLayer.of(text, number, clustered[config.assignment, False], config)
+            steps = [CapturedStep.of(own, queries[:, :, s], length - STEPS + 1 + s) for s in range(STEPS)]
             for p1, p2 in pairs:
-                thresholds[p1, p2].append(Chosen.by(steps[-1], replace(config, p1=p1, p2=p2)))
-            needs[-1].append(Needs.of(steps, config.p2))
-    return Errors(
-        {name: Chosen.joined(parts) for name, parts in changed.items()},
-        {pair: Chosen.joined(parts) for pair, parts in thresholds.items()},
+                thresholds[p1, p2].append(SettingCost.by(steps[-1], replace(config, p1=p1, p2=p2)))
+            needs[-1].append(HeadNeeds.of(steps, config.p2))
+    return CentroidErrors(
+        {name: SettingCost.joined(parts) for name, parts in changed.items()},
+        {pair: SettingCost.joined(parts) for pair, parts in thresholds.items()},
         needs,
     )

@@ -7,6 +7,8 @@ pieces of books.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +50,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Which model reads what.
 
     Attributes:
@@ -75,7 +77,7 @@ class Source:
             return [prompt(tokenizer, length, seed) for seed in range(count)]
         read = "\n".join(path.read_text(encoding="utf-8") for path in self.books)
         tokens = list(tokenizer(read, add_special_tokens=False)["input_ids"])
-        room = len(tokens) - (length - 1)
+        room = len(tokens) - length + 2  # where a text may begin
         if room < 1:
             raise ValueError(f"books of {len(tokens)} tokens: expected at least {length - 1} for a text of {length}")
         begins = [room * number // count for number in range(count)]
@@ -114,7 +116,7 @@ def prompt(tokenizer: Tokenizer, length: int, seed: int) -> list[int]:
 
 
 def capture(
-    device: torch.device, count: int, length: int, saved: Path | None = None, source: Source | None = None
+    device: torch.device, count: int, length: int, saved: Path | None = None, source: TextSource | None = None
 ) -> list[Text]:
     """Caches of `count` texts, by transformers in float32.
 
@@ -127,38 +129,43 @@ def capture(
 
     Raises:
         ValueError: longer texts than the model was trained for, or of fewer than `STEPS` tokens; a file of other texts;
-            a model that is no Llama; and what `Source.ids` raises.
+            a model that is no Llama; and what `TextSource.ids` raises.
     """
-    source = source or Source()
+    from transformers import AutoTokenizer
+
+    source = source or TextSource()
+    ids = source.ids(AutoTokenizer.from_pretrained(str(source.model)), count, length)
+    digests = [hashlib.sha256(json.dumps([str(source.model), each]).encode()).hexdigest() for each in ids]
     if saved is not None and saved.exists():
-        return _read(saved, count, length, source, device)
-    texts = _captured(device, count, length, source)
+        return _read(saved, digests, length, source, device)
+    texts = _captured(device, ids, source)
     if saved is not None:
         kept = [{name: value.cpu() for name, value in vars(text).items()} for text in texts]
-        torch.save({"of": source.words, "texts": kept}, saved)
+        torch.save({"of": source.words, "digests": digests, "texts": kept}, saved)
     return texts
 
 
-def _read(saved: Path, count: int, length: int, source: Source, device: torch.device) -> list[Text]:
-    """The texts of a file, where they are those that are asked for."""
+def _read(saved: Path, digests: list[str], length: int, source: TextSource, device: torch.device) -> list[Text]:
+    """The texts of a file, where they are those that are asked for, by digests of their models and tokens."""
     read = torch.load(saved, weights_only=True)
-    if not isinstance(read, dict) or {"of", "texts"} != set(read):
+    if not isinstance(read, dict) or {"of", "digests", "texts"} != set(read):
         raise ValueError(f"{saved}: another layout; delete it to have the texts captured anew")
     texts = [Text(**{name: value.to(device) for name, value in text.items()}) for text in read["texts"]]
-    if len(texts) < count or texts[0].keys.shape[2] != length or read["of"] != source.words:
+    if read["digests"][: len(digests)] != digests:
         raise ValueError(
-            f"{saved} has {len(texts)} texts of {texts[0].keys.shape[2]} tokens ({read['of']}), expected {count} of "
-            f"{length} ({source.words}): delete it to have them captured anew"
+            f"{saved} has {len(texts)} texts of {texts[0].keys.shape[2]} tokens ({read['of']}), expected "
+            f"{len(digests)} of {length} ({source.words}), of the same model and books: delete it to have them "
+            "captured anew"
         )
-    return texts[:count]
+    return texts[: len(digests)]
 
 
-def _captured(device: torch.device, count: int, length: int, source: Source) -> list[Text]:
+def _captured(device: torch.device, texts_ids: list[list[int]], source: TextSource) -> list[Text]:
     """What the model writes where it reads each text."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    tokenizer = AutoTokenizer.from_pretrained(str(source.model))
+    length = len(texts_ids[0])
     model = AutoModelForCausalLM.from_pretrained(str(source.model), dtype=torch.float32)
     torch.nn.Module.to(model, device).eval()
     if model.config.model_type != "llama":
@@ -174,7 +181,7 @@ def _captured(device: torch.device, count: int, length: int, source: Source) -> 
     places = torch.arange(length - STEPS, length, device=device).unsqueeze(0)
     texts = []
     with torch.no_grad():
-        for ids in source.ids(tokenizer, count, length):
+        for ids in texts_ids:
             last.clear()
             cache = model.model(torch.tensor([ids], device=device), use_cache=True).past_key_values
             raw = torch.stack([x.unflatten(-1, (-1, dim)).transpose(0, 1) for x in last])

@@ -148,7 +148,7 @@ LABELS: Mapping[str, DrawnMethod] = {
 LOCAL: Options = {"positions": "local"}
 """Of pools that may be longer than the context, where Fixed ICL cannot run."""
 BEYOND: Mapping[str, DrawnMethod] = {
-    "zero-shot-filled": DrawnMethod("zero-shot", Bench.zero_shot, LOCAL, "example-filled", fills=True),
+    "zero-shot-filled": DrawnMethod("zero-shot, local positions", Bench.zero_shot, LOCAL, "example-filled", fills=True),
     "example-filled": DrawnMethod(
         "RetICL by example, as many as fit", Bench.ret_icl_by_example, LOCAL, "example-filled", fills=True
     ),
@@ -364,11 +364,12 @@ def curves(measured: Sequence[JsonObject], settings: Options) -> list[Curve]:
     drawn = []
     for name in dict.fromkeys(each["set"] for each in measured):
         sizes = sorted({each["size"] for each in measured if each["set"] == name})
+        plotted = PLOTTED if any(each["method"] in PLOTTED for each in measured) else tuple(BEYOND)
         right: dict[str, list[tuple[float, float]]] = {}
         cost: dict[str, list[tuple[float, float]]] = {}
         for size in sizes:
             for method, draws in _drawn(measured, name, size).items():
-                if method not in PLOTTED:
+                if method not in plotted:
                     continue
                 mean = lambda key, draws=draws: sum(each[key] for each in draws.values()) / len(draws)  # noqa: E731
                 right.setdefault(METHODS[method].title, []).append((1e3 * mean("seconds"), mean("accuracy")))

@@ -250,8 +250,9 @@ def curves(settings: Options, methods: Mapping[str, Method], measured: Sequence[
     if settings["suite"] == "book":
         return _quality_book.curves(methods, measured)
 
+    passkey = "Passkey among words" if settings.get("filler") == "words" else "Passkey"
     found = [
-        *_by_length(methods, measured, "Passkey", "share of digits right", "passkey", lambda each: each.get("digits")),
+        *_by_length(methods, measured, passkey, "share of digits right", "passkey", lambda each: each.get("digits")),
         *_by_length(
             methods, measured, "banking77, 77 classes", "accuracy", "banking77", lambda each: each.get("accuracy")
         ),

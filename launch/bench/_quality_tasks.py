@@ -136,10 +136,12 @@ def passkeys(
         filler: what it is hidden among, one of `FILLERS`.
 
     Raises:
-        ValueError: the prompt is too short for the key.
+        ValueError: the prompt is too short for the key, or words are asked of a tokenizer that has none.
     """
     prompts, keys, cells = [], [], []
     words = word_ids(writer) if filler == "words" else []
+    if filler == "words" and not words:
+        raise ValueError(f"filler={filler!r}: the tokenizer has no token that is one word with the space before it")
     for tenth in range(10):
         rng = random.Random(1000 * length + tenth + 100_000_000 * seed)
         for _ in range(trials):

@@ -53,7 +53,7 @@ class FileSummary:
     Attributes:
         file: the results file's stem.
         title: of the file's own page, and of its rows.
-        rows: the rows that matter most, met aims and missed ones alike.
+        rows: the rows that matter most, met aims and missed ones alike; none where the page of the file says it all.
     """
 
     file: str
@@ -203,7 +203,7 @@ SPEED = (
     FileSummary(
         "verification",
         "Verifying drafts by dense attention",
-        (ShownRow("verifying drafts of 8, 8 requests of 65536 tokens"),),
+        (),
     ),
     FileSummary(
         "fleet",
@@ -213,10 +213,7 @@ SPEED = (
     FileSummary(
         "fleet_gpu",
         "A fleet behind SMG, a GPU each",
-        (
-            ShownRow("16 pools (uniform) on 2 servers, manual: share of selected blocks"),
-            ShownRow("16 pools (uniform) on 2 servers, consistent_hashing: share of selected blocks"),
-        ),
+        (ShownRow("16 pools (uniform) on 2 servers, manual: share of selected blocks"),),
     ),
 )
 """The part on speed."""
@@ -236,6 +233,8 @@ QUALITY = (
         "DBSA with one thing changed, embedded model",
         (ShownRow("banking77, pools of 4000 tokens, DBSA 30%, pattern self"),),
     ),
+    FileSummary("quality_dbsa_ablations_smollm2", "DBSA with one thing changed, SmolLM2-135M-Instruct", ()),
+    FileSummary("retrieval", "What retrievers find in real demonstrations", ()),
     FileSummary(
         "quality_dbsa_smollm2",
         "DBSA beside Fixed ICL and RetICL, SmolLM2-135M-Instruct",
@@ -253,12 +252,12 @@ QUALITY = (
     FileSummary(
         "quality_blocks_sets_smollm2",
         "DBSA over smaller blocks, clinc150 and nlu, SmolLM2-135M-Instruct",
-        (ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%, blocks of 5 behind"),),
+        (),
     ),
     FileSummary(
         "quality_labels",
         "The most likely label",
-        (ShownRow("banking77, pools of 4000 tokens, DBSA 30%, the most likely label"),),
+        (),
     ),
     FileSummary(
         "quality_double_p_gpu",
@@ -280,6 +279,13 @@ QUALITY = (
         "Attention that Double-P and others recover",
         (ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Double-P (0.95, 0.7)"),),
     ),
+    FileSummary("double_p_recovered_smollm2", "Attention that is recovered, SmolLM2-135M-Instruct", ()),
+    FileSummary(
+        "double_p_errors",
+        "Where Double-P's centroids err, embedded model",
+        (ShownRow("clusters that must be exact for an error of at most 5%"),),
+    ),
+    FileSummary("double_p_errors_smollm2", "Where Double-P's centroids err, SmolLM2-135M-Instruct", ()),
     FileSummary(
         "quality_ruler_smollm2",
         "Tasks like RULER's, SmolLM2-135M",
@@ -346,7 +352,8 @@ def summary(results: Sequence[Results], part: Sequence[FileSummary]) -> str:
 
 def _section(declared: FileSummary, results: Results) -> str:
     rows = [row.of(results.figures, declared.file) for row in declared.rows]
-    return f"### {declared.title}\n\n{_line(results)}\n\n{figure_table(rows)}"
+    table = f"\n\n{figure_table(rows)}" if rows else ""
+    return f"### {declared.title}\n\n{_line(results)}{table}"
 
 
 def _line(results: Results) -> str:

@@ -106,14 +106,17 @@ def main(args: argparse.Namespace) -> int:
     from sglang_ext.launch.bench import _double_p_error_rows as errors
     from sglang_ext.launch.bench import _double_p_kernels as kernels
     from sglang_ext.launch.bench import _double_p_texts as captured_texts
+    from sglang_ext.launch.bench._double_p_errors import check_window
     from sglang_ext.launch.bench._gpu import require_gpu
 
     device = require_gpu() if args.device == "cuda" else torch.device("cpu")
     config = DoubleP(**{"p1": args.p1, "p2": args.p2, "group": args.group, **args.policy})
-    source = captured_texts.Source(args.model or captured_texts.MODEL, tuple(args.books))
+    source = captured_texts.TextSource(args.model or captured_texts.MODEL, tuple(args.books))
     if (args.model or args.books) and args.only not in ("recovered", "errors"):
         raise ValueError("--model, --books: expected --only recovered or errors; other parts are of one model's keys")
-    if args.only in (None, "captured"):  # not after an hour
+    if args.only in (None, "errors"):  # not after an hour
+        check_window(config)
+    if args.only in (None, "captured"):
         captured.check_texts(args.texts, args.text_length, args.captured_length, args.captured_batch)
     figures: list[Figure] = []
     more: JsonObject = {}

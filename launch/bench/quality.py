@@ -206,6 +206,8 @@ class Study:
         }
         if args.suite == "cascade":
             self.settings |= {"filler": args.filler}
+        elif args.filler != FILLERS[0]:
+            raise ValueError(f"--filler {args.filler}: expected --suite cascade, which alone has it")
         if args.suite == "book":
             self.settings |= {"passkey": [], "books": args.books, "part": args.part, "heads": args.heads}
         if args.suite == "ltri":

@@ -53,17 +53,19 @@ def test_logits_are_the_model_s(texts: list[texts_of.Text]) -> None:
     with torch.no_grad():
         seen = model(torch.tensor([ids], device=DEVICE), output_attentions=True).attentions
     for layer, attentions in enumerate(seen):
-        query = texts[1].query[layer].unflatten(0, (4, 2))
-        x = double_p.logits(query, texts[1].keys[layer].float())
-        wanted = attentions[0, :, -1].unflatten(0, (4, 2))
-        torch.testing.assert_close(x.softmax(-1), wanted, atol=0.02, rtol=0)  # keys are bfloat16
-        assert (wanted - wanted.flip(-1)).abs().max() > 0.1, "not flat"
+        for step in range(texts_of.STEPS):
+            seen_keys = texts[1].keys[layer, :, : LENGTH + 1 + step - texts_of.STEPS].float()
+            x = double_p.logits(texts[1].queries[layer, :, step].unflatten(0, (4, 2)), seen_keys)
+            wanted = attentions[0, :, step - texts_of.STEPS, : seen_keys.shape[1]].unflatten(0, (4, 2))
+            torch.testing.assert_close(x.softmax(-1), wanted, atol=0.02, rtol=0)  # keys are bfloat16
+            assert (wanted - wanted.flip(-1)).abs().max() > 0.1, "not flat"
+        assert torch.equal(texts[1].query[layer], texts[1].queries[layer, :, -1])
 
 
 def test_a_file_keeps_them(texts: list[texts_of.Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "texts.pt"
     texts_of.capture(DEVICE, 1, LENGTH, saved)
-    monkeypatch.setattr(texts_of, "prompt", None)  # not captured again
+    monkeypatch.setattr(texts_of, "_captured", None)  # not captured again
     (again,) = texts_of.capture(DEVICE, 1, LENGTH, saved)
     assert all(torch.equal(x, y) for x, y in zip(vars(again).values(), vars(texts[0]).values(), strict=True))
     with pytest.raises(ValueError, match="expected 2 of 512"):

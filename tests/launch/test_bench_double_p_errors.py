@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from sglang_ext.kernels.kmeans import kmeans
 from sglang_ext.launch import cli
@@ -29,10 +30,10 @@ def drawn(seed: int = 0, sharp: float = 3.0) -> texts_of.Text:
     return texts_of.Text(keys, values, queries)
 
 
-def step_of(text: texts_of.Text, config: DoubleP = CONFIG, step: int = -1) -> errors.Step:
-    layer = errors.Layer.of(text, 1, errors.labels_of(text, 1, errors.Variant(config), kmeans), config)
+def step_of(text: texts_of.Text, config: DoubleP = CONFIG, step: int = -1) -> errors.CapturedStep:
+    layer = errors.CapturedLayer.of(text, 1, errors.labels_of(text, 1, errors.ErrorVariant(config), kmeans), config)
     seen = LENGTH + 1 + step
-    return errors.Step.of(layer, text.queries[1, :, step].unflatten(0, (KV, GROUP)), seen)
+    return errors.CapturedStep.of(layer, text.queries[1, :, step].unflatten(0, (KV, GROUP)), seen)
 
 
 @pytest.mark.parametrize("step", [-1, -7])
@@ -113,6 +114,16 @@ def test_unit_labels_are_of_the_nearest_direction() -> None:
         token, cell = token + length, cell + tiles * plan.width
 
 
+def test_steps_see_the_tokens_before_them() -> None:
+    """Of every step, dense attention and the errors without exact clusters are those of the tokens that it sees."""
+    text = drawn()
+    (layers,) = errors.errors_of([text], CONFIG).needs
+    for step in range(texts_of.STEPS):
+        wanted = step_of(text, step=step - texts_of.STEPS)
+        torch.testing.assert_close(layers[1].mass_errors[step], wanted.mass_errors().flatten(0, 1))
+        assert torch.equal(layers[1].tokens[0.95][step], wanted.needed_tokens(0.95).flatten())
+
+
 def test_what_settings_cost_and_err() -> None:
     found = errors.errors_of([drawn(), drawn(1)], CONFIG)
     heads = 2 * LAYERS * KV * GROUP
@@ -129,8 +140,8 @@ def test_what_settings_cost_and_err() -> None:
     assert not torch.equal(rounded.error, first.error)
     for (p1, p2), each in found.thresholds.items():
         assert p2 <= p1
-        more = found.thresholds.get((p1, 0.95))
-        assert more is None or float(more.exact.mean()) >= float(each.exact.mean())
+        more = found.thresholds[p1, max(p for _, p in found.thresholds if p <= p1)]
+        assert float(more.exact.mean()) >= float(each.exact.mean())
     torch.testing.assert_close(found.thresholds[0.95, 0.7].error, first.error)
     assert [len(text) for text in found.needs] == [LAYERS, LAYERS]
     need = found.needs[0][0]
@@ -143,14 +154,14 @@ def test_what_settings_cost_and_err() -> None:
 def test_bytes_of_a_setting() -> None:
     """All keys and values of exact tokens; a key of each cluster; a value of each approximated one."""
     step = step_of(drawn())
-    found = errors.Chosen.by(step, CONFIG)
+    found = errors.SettingCost.by(step, CONFIG)
     exact, approx = double_p.select(step.share, CONFIG)
     own = step.layer
     for head in range(KV):
         tokens = int(exact[head][own.labels[head]].sum())
         read = 2 * tokens + int((own.sizes[head] > 0).sum()) + int(approx[head].sum())
         assert float(found.read[head]) == pytest.approx(read / (2 * own.labels.shape[1]))
-    half = errors.Chosen.by(step, replace(CONFIG, centroids="float8"))
+    half = errors.SettingCost.by(step, replace(CONFIG, centroids="float8"))
     scanned = (own.sizes > 0).sum(-1) / (2 * own.labels.shape[1])
     assert torch.allclose(found.read - half.read, scanned.double() / 2)
 
@@ -192,14 +203,20 @@ def test_the_command_runs_without_a_gpu(tmp_path: Path) -> None:
 def test_books_that_are_too_short_are_refused(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("A short one.")
+    source = texts_of.TextSource(books=(book,))
     with pytest.raises(ValueError, match="expected at least 511 for a text of 512"):
-        texts_of.capture(torch.device("cpu"), 1, 512, source=texts_of.Source(books=(book,)))
+        texts_of.capture(torch.device("cpu"), 1, 512, source=source)
+    tokenizer = AutoTokenizer.from_pretrained(str(texts_of.MODEL))
+    whole = list(tokenizer("A short one.", add_special_tokens=False)["input_ids"])
+    assert source.ids(tokenizer, 1, len(whole) + 1) == [[tokenizer.bos_token_id, *whole]]
+    first, second = source.ids(tokenizer, 2, len(whole))
+    assert first[1:] == whole[:-1] and second[1:] == whole[1:]
 
 
 def test_another_model_s_texts_are_not_taken_for_these(tmp_path: Path) -> None:
     saved = tmp_path / "texts.pt"
     text = {name: value for name, value in vars(drawn()).items()}
-    torch.save({"of": "captured keys of another", "texts": [text]}, saved)
+    torch.save({"of": "captured keys of another", "digests": ["0"], "texts": [text]}, saved)
     with pytest.raises(ValueError, match=r"of another\), expected 1 of 419 \(captured keys\)"):
         texts_of.capture(torch.device("cpu"), 1, LENGTH, saved)
     torch.save([text], saved)

@@ -178,7 +178,7 @@ BENCHMARKS = (
     Benchmark(
         "quality-dbsa-ablations-smollm2",
         ("quality", "--suite", "dbsa", "--methods", "dbsa-30", "ablations", "--sets", "banking77")
-        + ("--pool-tokens", "2000", "--queries", "20"),
+        + ("--pool-tokens", "2000", "4000", "--queries", "20"),
         "quality_dbsa_ablations_smollm2.json",
         needs=("data", "model"),
     ),

@@ -16,12 +16,10 @@ from functools import partial
 
 import torch
 
-from sglang_ext.kernels.kmeans import Clusters
-from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.kernels.top_p import SetRule
 from sglang_ext.launch.bench._double_p_captured import Captured
 from sglang_ext.launch.bench._double_p_pages import Pages, QuestTopP, paged
-from sglang_ext.launch.bench._double_p_rows import ClusteredLayer, layers
+from sglang_ext.launch.bench._double_p_rows import ClusteredLayer, cluster_on, layers
 from sglang_ext.launch.bench._double_p_step import ClusterBenchStep, DenseStep
 from sglang_ext.launch.bench._double_p_texts import Text
 from sglang_ext.launch.bench._gpu import time_turns
@@ -189,12 +187,9 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
     Raises:
         ValueError: as `Captured`; kernels that are wrong.
     """
-    cluster: Callable[..., Clusters] = kmeans_reference
-    if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.dispatch import kmeans as cluster
     # Triton's interpreter multiplies bfloat16 matrices wrongly.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    rows = Captured(length, batch, texts, config, device, cluster, dtype)
+    rows = Captured(length, batch, texts, config, device, cluster_on(device), dtype)
     copies = layers(rows, batch)
     step = ClusterBenchStep(rows, batch, copies)
     dense = DenseStep(step).time()

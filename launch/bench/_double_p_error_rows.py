@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_ext.kernels.kmeans import Clusters
-from sglang_ext.launch.bench._double_p_errors import P1S, P2S, WITHIN, CentroidErrors, errors_of
+from sglang_ext.launch.bench._double_p_errors import DEFAULT, P1S, P2S, WITHIN, CentroidErrors, errors_of
 from sglang_ext.launch.bench._double_p_texts import Text
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
 from sglang_ext.policies.double_p import DoubleP
@@ -48,7 +48,7 @@ def figures_of(found: CentroidErrors, config: DoubleP, words: str, length: int) 
             f"5th percentile of recovered attention {notes['recovered_p5']:.2f}, largest cluster "
             f"{notes['largest_cluster']})"
         )
-        baseline = "" if first is None else next(iter(found.variants))
+        baseline = "" if name == DEFAULT else DEFAULT
         figures.append(Figure(title, timing, baseline, first, unit="%", notes=notes))
         first = first or timing
     return [*figures, *_needed_tokens(found, of), *_needed_clusters(found, config, of)]

@@ -6,7 +6,7 @@ heads and decoding steps, without a kernel, so that they need no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,8 @@ from sglang_ext.policies.double_p import DoubleP
 
 P1S, P2S = (0.8, 0.9, 0.95, 0.99), (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 """Thresholds whose costs and errors are drawn (Double-P, Figure 10)."""
+DEFAULT = "as set"
+"""What the settings are called that variants stand beside."""
 WITHIN = (0.02, 0.05, 0.1)
 """Errors of a head's output within which exact clusters are counted (Double-P, Figure 7)."""
 
@@ -43,7 +45,7 @@ class ErrorVariant:
 def variants(config: DoubleP) -> dict[str, ErrorVariant]:
     """What is compared; the first one is the default."""
     found = {
-        "as set": ErrorVariant(config),
+        DEFAULT: ErrorVariant(config),
         "keys go to the nearest centroid (`assignment: l2`)": ErrorVariant(replace(config, assignment="l2")),
         "keys and centroids of length 1": ErrorVariant(config, unit=True),
         "a group's mean (`group: mean`)": ErrorVariant(replace(config, group="mean")),
@@ -51,11 +53,11 @@ def variants(config: DoubleP) -> dict[str, ErrorVariant]:
         "centroids in float8": ErrorVariant(replace(config, centroids="float8")),
         "no centroids (`p2` as `p1`)": ErrorVariant(replace(config, p2=config.p1, tail="drop")),
     }
-    return {name: each for name, each in found.items() if name == "as set" or each != found["as set"]}
+    return {name: each for name, each in found.items() if name == DEFAULT or each != found[DEFAULT]}
 
 
 def unit_labels(keys: torch.Tensor, plan: ClusterPlan, iterations: int) -> torch.Tensor:
-    """k-means over directions: keys less their mean, and centroids, all of length 1 (RetroInfer, section 4.2).
+    """k-means over directions: keys less their mean, and centroids, all of length 1 (as RetroInfer's).
 
     Args:
         keys: [kv_heads, tokens, head_dim] float32, the middle tokens'.
@@ -119,7 +121,7 @@ class CapturedLayer:
 
     @classmethod
     def of(cls, text: Text, number: int, labels: torch.Tensor, config: DoubleP) -> CapturedLayer:
-        """CapturedLayer `number` of a text, in the clusters of `labels_of`."""
+        """Layer `number` of a text, in the clusters of `labels_of`."""
         keys, values = text.keys[number].float(), text.values[number].float()
         begin, end = config.clustered(keys.shape[1])
         count = int(labels.max()) + 1
@@ -314,6 +316,20 @@ def check_window(config: DoubleP) -> None:
         raise ValueError(f"window={config.window}: expected at least {STEPS}, so that all steps have the same middle")
 
 
+def _layers_of(
+    text: Text, number: int, asked: Mapping[str, ErrorVariant], cluster: Callable[..., Clusters]
+) -> dict[str, CapturedLayer]:
+    """Layer `number` of a text as each variant clusters it; those that differ in nothing else share the labels."""
+    labels: dict[tuple[str, bool], torch.Tensor] = {}
+    found = {}
+    for name, variant in asked.items():
+        key = (variant.config.assignment, variant.unit)
+        if key not in labels:
+            labels[key] = labels_of(text, number, variant, cluster)
+        found[name] = CapturedLayer.of(text, number, labels[key], variant.config)
+    return found
+
+
 def errors_of(
     texts: Sequence[Text], config: DoubleP, cluster: Callable[..., Clusters] = kmeans_reference
 ) -> CentroidErrors:
@@ -338,14 +354,11 @@ def errors_of(
         needs.append([])
         for number in range(text.keys.shape[0]):
             queries = text.queries[number].unflatten(0, (kv_heads, -1))
-            clustered: dict[tuple[str, bool], torch.Tensor] = {}
+            clustered = _layers_of(text, number, asked, cluster)
             for name, variant in asked.items():
-                key = (variant.config.assignment, variant.unit)
-                if key not in clustered:
-                    clustered[key] = labels_of(text, number, variant, cluster)
-                own = CapturedLayer.of(text, number, clustered[key], variant.config)
-                changed[name].append(SettingCost.by(CapturedStep.of(own, queries[:, :, -1], length), variant.config))
-            own = CapturedLayer.of(text, number, clustered[config.assignment, False], config)
+                step = CapturedStep.of(clustered[name], queries[:, :, -1], length)
+                changed[name].append(SettingCost.by(step, variant.config))
+            own = clustered[DEFAULT]
             steps = [CapturedStep.of(own, queries[:, :, s], length - STEPS + 1 + s) for s in range(STEPS)]
             for p1, p2 in pairs:
                 thresholds[p1, p2].append(SettingCost.by(steps[-1], replace(config, p1=p1, p2=p2)))

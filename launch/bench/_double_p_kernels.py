@@ -8,15 +8,13 @@ stand beside every time. Dense attention is FlashInfer's paged decode over pages
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sglang_ext.kernels.cluster_attention.types import HeadShape
-from sglang_ext.kernels.kmeans import Clusters
-from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
-from sglang_ext.launch.bench._double_p_rows import LEVELS, SHAPES, Planted, layers
+from sglang_ext.launch.bench._double_p_rows import LEVELS, SHAPES, Planted, cluster_on, layers
 from sglang_ext.launch.bench._double_p_step import ClusterBenchStep, DenseStep
 from sglang_ext.launch.bench._gpu import copy_bandwidth, time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, thousands
@@ -139,11 +137,8 @@ def _line(case: Case) -> str:
 def _steps(
     shape: HeadShape, lengths: Sequence[int], batches: Sequence[int], config: DoubleP, device: torch.device
 ) -> Iterator[ClusterBenchStep]:
-    cluster: Callable[..., Clusters] = kmeans_reference
-    if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.dispatch import kmeans as cluster
     for length in lengths:
-        planted = Planted(length, max(batches), shape, config, device, cluster)
+        planted = Planted(length, max(batches), shape, config, device, cluster_on(device))
         for batch in batches:
             yield ClusterBenchStep(planted, batch, layers(planted, batch))
         del planted

@@ -51,6 +51,15 @@ LEVELS = {"flat": Level(1.41, 0.9), "middle": Level(2.52, 0.55), "peaked": Level
 clusters approximated."""
 
 
+def cluster_on(device: torch.device) -> Callable[..., Clusters]:
+    """k-means: kernels where there is a GPU, else plain PyTorch."""
+    if device.type == "cuda":
+        from sglang_ext.kernels.kmeans.dispatch import kmeans
+
+        return kmeans
+    return kmeans_reference
+
+
 class CachedRows:
     """KV caches of one layer, rows one after the other, and the clusters that k-means finds in them.
 

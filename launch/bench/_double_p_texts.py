@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import sglang_ext
 from sglang_ext.config import PoolOptions
+from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.launch.demo_data import INTENTS, sentence
 
 if TYPE_CHECKING:
     from sglang_ext.names import Tokenizer
 
-MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 STEPS = 16

@@ -249,11 +249,11 @@ class DrawStudy:
         args, bench, made = self.args, None, None
         task = draw(name, size, number, args, tokenizer)
         for method in methods:
-            asked = METHODS[method].pool, METHODS[method].share(size, self.context)
-            if bench is None or asked != made:
-                made = asked
-                options = {"block_size": args.block_size, **asked[0]}
-                bench = Bench(server, task, tokenizer, asked[1], concurrency=args.concurrency, **options)
+            pool, ratio = METHODS[method].pool, METHODS[method].share(size, self.context)
+            if bench is None or (pool, ratio) != made:
+                made = pool, ratio
+                options = {"block_size": args.block_size, **pool}
+                bench = Bench(server, task, tokenizer, ratio, concurrency=args.concurrency, **options)
             yield method, METHODS[method].ask(bench)
 
     def rows(self) -> list[Figure]:

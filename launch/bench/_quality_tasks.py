@@ -296,6 +296,11 @@ def block_of(settings: Options) -> int:
     return int(settings.get("block", BLOCK))
 
 
+def filler_of(settings: Options) -> str:
+    """What passkeys are hidden among. Files of earlier versions, and other suites, do not say it."""
+    return str(settings.get("filler", FILLERS[0]))
+
+
 def blocks_of(place: tuple[int, int], sinks: int, block: int) -> list[int]:
     """The memory blocks of `block` tokens that hold the tokens [first, end) of a row; sinks are in none."""
     return sorted({(token - sinks) // block for token in range(max(place[0], sinks), place[1])})
@@ -305,7 +310,7 @@ def key_tasks(writer: Writer, settings: Options, length: int) -> list[QualityTas
     """The tasks of a suite that ask for keys in rows of `length` tokens."""
     seed = settings["seed"]
     if settings["suite"] != "ltri":
-        skip, filler = int(settings["suite"] == "double_p"), settings.get("filler", FILLERS[0])
+        skip, filler = int(settings["suite"] == "double_p"), filler_of(settings)
         return [passkeys(writer, length, settings["trials"], skip, seed, filler)]
     data, prompts, sinks = settings["data"], settings["prompts"][str(length)], settings["sinks"]
     block = block_of(settings)

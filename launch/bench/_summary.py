@@ -58,7 +58,7 @@ class FileSummary:
 
     file: str
     title: str
-    rows: tuple[ShownRow, ...]
+    rows: tuple[ShownRow, ...] = ()
 
 
 SPEED = (
@@ -203,7 +203,6 @@ SPEED = (
     FileSummary(
         "verification",
         "Verifying drafts by dense attention",
-        (),
     ),
     FileSummary(
         "fleet",
@@ -233,8 +232,8 @@ QUALITY = (
         "DBSA with one thing changed, embedded model",
         (ShownRow("banking77, pools of 4000 tokens, DBSA 30%, pattern self"),),
     ),
-    FileSummary("quality_dbsa_ablations_smollm2", "DBSA with one thing changed, SmolLM2-135M-Instruct", ()),
-    FileSummary("retrieval", "What retrievers find in real demonstrations", ()),
+    FileSummary("quality_dbsa_ablations_smollm2", "DBSA with one thing changed, SmolLM2-135M-Instruct"),
+    FileSummary("retrieval", "What retrievers find in real demonstrations"),
     FileSummary(
         "quality_dbsa_smollm2",
         "DBSA beside Fixed ICL and RetICL, SmolLM2-135M-Instruct",
@@ -252,12 +251,10 @@ QUALITY = (
     FileSummary(
         "quality_blocks_sets_smollm2",
         "DBSA over smaller blocks, clinc150 and nlu, SmolLM2-135M-Instruct",
-        (),
     ),
     FileSummary(
         "quality_labels",
         "The most likely label",
-        (),
     ),
     FileSummary(
         "quality_double_p_gpu",
@@ -279,13 +276,13 @@ QUALITY = (
         "Attention that Double-P and others recover",
         (ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Double-P (0.95, 0.7)"),),
     ),
-    FileSummary("double_p_recovered_smollm2", "Attention that is recovered, SmolLM2-135M-Instruct", ()),
+    FileSummary("double_p_recovered_smollm2", "Attention that is recovered, SmolLM2-135M-Instruct"),
     FileSummary(
         "double_p_errors",
         "Where Double-P's centroids err, embedded model",
         (ShownRow("clusters that must be exact for an error of at most 5%"),),
     ),
-    FileSummary("double_p_errors_smollm2", "Where Double-P's centroids err, SmolLM2-135M-Instruct", ()),
+    FileSummary("double_p_errors_smollm2", "Where Double-P's centroids err, SmolLM2-135M-Instruct"),
     FileSummary(
         "quality_ruler_smollm2",
         "Tasks like RULER's, SmolLM2-135M",

@@ -21,13 +21,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.kernels.kmeans import Clusters, kmeans
 from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, stock_backends, table, tensor_parallel
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import JsonObject
@@ -107,6 +105,7 @@ def main(args: argparse.Namespace) -> int:
     from sglang_ext.launch.bench import _double_p_kernels as kernels
     from sglang_ext.launch.bench import _double_p_texts as captured_texts
     from sglang_ext.launch.bench._double_p_errors import check_window
+    from sglang_ext.launch.bench._double_p_rows import cluster_on
     from sglang_ext.launch.bench._gpu import require_gpu
 
     device = require_gpu() if args.device == "cuda" else torch.device("cpu")
@@ -148,12 +147,3 @@ def main(args: argparse.Namespace) -> int:
     print(table(figures))
     print(f"written: {args.out}")
     return 0
-
-
-def cluster_on(device: torch.device) -> Callable[..., Clusters]:
-    """k-means: kernels where there is a GPU, else plain PyTorch."""
-    if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.dispatch import kmeans as kernels
-
-        return kernels
-    return kmeans

@@ -56,7 +56,7 @@ from sglang_ext.launch.bench._quality_book import PART, book_methods
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._quality_ltri import ltri_methods
-from sglang_ext.launch.bench._quality_tasks import BLOCK, FILLERS, HIDDEN, block_of
+from sglang_ext.launch.bench._quality_tasks import BLOCK, FILLERS, HIDDEN, block_of, filler_of
 from sglang_ext.launch.bench._record import AND, Curve, Figure, command_lines, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
@@ -240,7 +240,7 @@ class Study:
     def _known(self, record: JsonObject) -> list[JsonObject]:
         """The measurements of a file; with --passkey, --shots or --stream some more may be asked for."""
         known = record.get("settings", {})
-        known = {"filler": FILLERS[0], **known, "block": block_of(known)}
+        known = {**known, "filler": filler_of(known), "block": block_of(known)}
         kept = [
             *(name for name in SETTINGS if name not in TASKS),
             *(name for name in OF_SOME if name in self.recorded),

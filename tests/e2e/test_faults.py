@@ -451,13 +451,17 @@ def test_a_client_gone_in_mid_stream(server: Server) -> None:
 
 @pytest.mark.parametrize("custom", [{}, {"constrain": "labels"}])
 def test_aborting_requests(server: Server, custom: dict[str, Any]) -> None:
-    body = {**server.payload(QUESTION, 1500, pool="base", **custom), "rid": "to-abort", "return_logprob": False}
+    # a label of `base` may be answered before the abort arrives: these labels are long
+    demonstrations = [{"input": f"case {i}", "output": letter * 1000} for i, letter in enumerate("ab")]
+    server.put("long", demonstrations, block_size=1)
+    body = {**server.payload(QUESTION, 1000, pool="long", **custom), "rid": "to-abort", "return_logprob": False}
     stream = server.stream(body)
     next(stream)
     server.call("POST", "/abort_request", json={"rid": "to-abort"}).raise_for_status()
     last = list(stream)[-1]
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
-    until(lambda: server.pool("base")["requests_in_flight"] == 0)
+    until(lambda: server.pool("long")["requests_in_flight"] == 0)
+    server.json("DELETE", "/v1/pools/long")
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])

@@ -92,6 +92,10 @@ def _ordered(order: str) -> Callable[[Bench], MethodRow]:
     return lambda bench: bench.dbsa(order=order)
 
 
+def _cut(bench: Bench) -> MethodRow:
+    return bench.dbsa(granularity="example")
+
+
 def _ablations() -> dict[str, DrawnMethod]:
     """DBSA 30% with one thing changed (DBSA, Tables 5, 6, 7, 8 and 12)."""
     defaults, found = PoolOptions(), dict[str, DrawnMethod]()
@@ -106,9 +110,7 @@ def _ablations() -> dict[str, DrawnMethod]:
         if order != "pool":
             words = order.replace("_", " ")
             found[f"order-{order}"] = DrawnMethod(f"DBSA 30%, blocks from {words}", _ordered(order), {}, AIMED)
-    found["granularity-example"] = DrawnMethod(
-        "DBSA 30%, examples cut out of blocks", lambda bench: bench.dbsa(granularity="example"), {}, AIMED
-    )
+    found["granularity-example"] = DrawnMethod("DBSA 30%, examples cut out of blocks", _cut, {}, AIMED)
     return found
 
 
@@ -138,6 +140,15 @@ def _block_sizes() -> dict[str, DrawnMethod]:
     return found
 
 
+CUT: Mapping[str, DrawnMethod] = {
+    "cut-behind-100": DrawnMethod(
+        "DBSA 30%, examples cut out of blocks behind 20 sinks and 100 examples",
+        _cut,
+        {"sink_blocks": 2, "previous_blocks": 10},
+        AIMED,
+    ),
+}
+"""Examples cut out of blocks of 10 with the context of `EXAMPLES`; `granularity-example` has the default's."""
 LABELS: Mapping[str, DrawnMethod] = {
     "likely": DrawnMethod("DBSA 30%, the most likely label", lambda bench: bench.dbsa(choose="likely"), {}, AIMED),
     "label-probs": DrawnMethod(
@@ -159,12 +170,13 @@ BEYOND: Mapping[str, DrawnMethod] = {
 }
 ABLATIONS, BLOCK_SIZES = _ablations(), _block_sizes()
 RETRIEVED = {name: each for retriever in ANALYZED for name, each in _retrieved(retriever).items()}
-METHODS: Mapping[str, DrawnMethod] = {**MAIN, **LABELS, **ABLATIONS, **BLOCK_SIZES, **RETRIEVED, **BEYOND}
+METHODS: Mapping[str, DrawnMethod] = {**MAIN, **LABELS, **ABLATIONS, **BLOCK_SIZES, **CUT, **RETRIEVED, **BEYOND}
 GROUPS: Mapping[str, Sequence[str]] = {
     "main": tuple(MAIN),
     "labels": (AIMED, *LABELS),
     "ablations": tuple(ABLATIONS),
     "blocks": (AIMED, "dbsa-example", *BLOCK_SIZES),
+    "examples": ("fixed", "example", AIMED, "granularity-example", "dbsa-example", *CUT),
     "retrievers": tuple(RETRIEVED),
     "beyond": tuple(BEYOND),
 }

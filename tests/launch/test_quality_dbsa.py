@@ -138,7 +138,7 @@ def test_each_method_of_each_draw_is_measured_once(
         study.DrawStudy(arguments(data, *words, "--labels", 5))
     with pytest.raises(
         ValueError,
-        match="magic: expected some of main, labels, ablations, blocks, retrievers, beyond, zero-shot, fixed",
+        match="magic: expected some of main, labels, ablations, blocks, examples, retrievers, beyond, zero-shot, fixed",
     ):
         study.DrawStudy(arguments(data, *words, "--methods", "magic"))
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from sglang_ext.retrievers.base import Scores
 
 
 def by_relevance(indices: Iterable[int], scores: Scores | Sequence[float]) -> list[int]:
     """Best first; of equal scores, the lower index first."""
-    return sorted(indices, key=lambda i: (-scores[i], i))
+    ascending = np.array(sorted(indices), dtype=np.intp)
+    best: list[int] = ascending[np.argsort(-np.asarray(scores)[ascending], kind="stable")].tolist()
+    return best
 
 
 def pool(indices: Iterable[int], scores: Scores | Sequence[float]) -> list[int]:

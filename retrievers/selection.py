@@ -93,9 +93,8 @@ def select(scores: Scores | Sequence[float], m: int, sinks: int, order: str = "p
     _check_sinks(total, sinks)
     if not _is_int(m) or not sinks <= m <= total:
         raise ValueError(f"m is {m!r}; expected a whole number from {sinks} (the sinks) to {total} (all): use budget()")
-    values = scores.tolist()
-    best = by_relevance(range(sinks, total), values)[: m - sinks]
-    return [*range(sinks), *arrange(best, values, order)]
+    best = by_relevance(range(sinks, total), scores)[: m - sinks]
+    return [*range(sinks), *arrange(best, scores, order)]
 
 
 def select_examples(
@@ -120,8 +119,10 @@ def select_examples(
     _check_sinks(len(sizes), sinks)
     if len(scores) != sum(sizes):
         raise ValueError(f"got {len(scores)} scores for blocks of {sum(sizes)} demonstrations; expected one score each")
-    places = [(block, i) for block, size in enumerate(sizes) for i in range(size)]
-    return [places[i] for i in select(scores, m, sum(sizes[:sinks]), order)]
+    chosen = np.array(select(scores, m, sum(sizes[:sinks]), order), dtype=np.intp)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    blocks = np.searchsorted(starts, chosen, side="right") - 1
+    return list(zip(blocks.tolist(), (chosen - starts[blocks]).tolist(), strict=True))
 
 
 def _is_number(value: object) -> bool:

@@ -77,9 +77,10 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
     deleted = version.definition.deleted
     sizes = [len(block.demonstrations) for block in layout.blocks]
     m = example_budget(_ratio(options), options.blocks, block_sizes=sizes, sinks=version.sinks)
-    scores = version.retriever(options).score(_text(query, options)).copy()
-    gone = [id in deleted for block in layout.blocks for id in block.demonstrations]
-    scores[gone] = scores.min() - 1.0
+    scores = version.retriever(options).score(_text(query, options))
+    if deleted:
+        scores = scores.copy()
+        scores[[id in deleted for block in layout.blocks for id in block.demonstrations]] = scores.min() - 1.0
     chosen = [
         (number, at)
         for number, at in select_examples(scores, sizes, m, version.sinks, options.order)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 HOST_STAGES = ("retrieval", "tokenization")
 LABELLED = "a label"
 """Kind of the requests whose answer is a label of the pool, and ends with it."""
+EXAMPLES = "examples"
+"""Kind of the requests that read single demonstrations, cut out of their blocks: as many as others read in blocks."""
 POOL, LARGER, OPTIONS = "bench", "larger", PoolOptions()
 
 
@@ -237,6 +239,7 @@ class Ours(AskedBatch):
             "zero-shot": self.plain,
             "dbsa": self.selected,
             "all blocks": self.everything,
+            EXAMPLES: self.cut,
             LABELLED: self.labelled,
         }
 
@@ -270,6 +273,10 @@ class Ours(AskedBatch):
         """A question over all blocks."""
         return self._over(number, tokens, 1.0)
 
+    def cut(self, number: int, tokens: int) -> JsonObject:
+        """A question over the single demonstrations that are selected for it."""
+        return self._over(number, tokens, self.ratio, granularity="example")
+
     def labelled(self, number: int, tokens: int) -> JsonObject:
         """A question over the blocks that are selected for it, answered with a label of the pool."""
         request, custom = self.selected(number, tokens), {"pool": POOL, "ratio": self.ratio, "constrain": "labels"}
@@ -280,9 +287,9 @@ class Ours(AskedBatch):
         """`stages` of questions over the blocks that are selected for them."""
         return stages(self.loop, self._requests("dbsa", tokens, first, count), concurrency)
 
-    def _over(self, number: int, tokens: int, ratio: float) -> JsonObject:
+    def _over(self, number: int, tokens: int, ratio: float, **custom: Json) -> JsonObject:
         question = self.questions[number % len(self.questions)]
-        return dict(prompt=question, sampling_params=_sampling(tokens, pool=POOL, ratio=ratio))
+        return dict(prompt=question, sampling_params=_sampling(tokens, pool=POOL, ratio=ratio, **custom))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ import torch
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.launch.bench import _dbsa_engine
-from sglang_ext.launch.bench._dbsa_engine import LABELLED, LARGER, POOL
+from sglang_ext.launch.bench._dbsa_engine import EXAMPLES, LABELLED, LARGER, POOL
 from sglang_ext.launch.bench._record import arguments_of_ranks
 from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import STOCK, Process, say
@@ -30,7 +30,14 @@ from sglang_ext.types import JsonObject, Options
 STOCK_ROLE, OURS, LARGE = "stock", "ours", "larger"
 """Who does what: stock SGLang on all of its backends; our engine; and our engine with room for the larger pool."""
 IN_TURNS, APART = "in turns", "one engine after the other"
-TURN = (("stock", "zero-shot"), ("ours", "zero-shot"), ("stock", "fixed"), ("ours", "dbsa"), ("ours", "all blocks"))
+TURN = (
+    ("stock", "zero-shot"),
+    ("ours", "zero-shot"),
+    ("stock", "fixed"),
+    ("ours", "dbsa"),
+    ("ours", EXAMPLES),
+    ("ours", "all blocks"),
+)
 """What is asked in a turn, by whom: what is compared stands side by side."""
 
 BESIDE_RETRIEVAL = "dbsa, beside retrieval"

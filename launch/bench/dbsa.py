@@ -25,6 +25,7 @@ from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _stages
+from sglang_ext.launch.bench._dbsa_engine import EXAMPLES
 from sglang_ext.launch.bench._dbsa_host import host_figures, host_tier
 from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines
 from sglang_ext.launch.bench._record import (
@@ -240,6 +241,12 @@ def _answers(mine: JsonObject, rows: StockRows, label: str, number: int) -> list
     name, words = f"a plain request with {label} tokens, {number} at a time", BASELINES["zero-shot"]
     of, seconds = partial(_seconds, label=label, kind="zero-shot", at=at), _per_request(mine["zero-shot"][at])
     figures.append(rows.beside_stock(name, seconds, words, of, 1 / 1.03, **notes))
+    if EXAMPLES in mine:
+        name = f"answering over single demonstrations with {label} tokens, {number} at a time, time a request"
+        seconds = _per_request(mine[EXAMPLES][at])
+        figures.append(rows.beside(name, seconds, "over blocks", _per_request(mine["dbsa"][at]), None, **notes))
+        of = partial(_seconds, label=label, kind="fixed", at=at)
+        figures.append(rows.beside_stock(name, seconds, BASELINES["fixed"], of, None, **notes))
     # An answer gains twice: by fewer blocks, as the row beside all of them says, and by reading shared ones once.
     name, words = f"answering over all blocks with {label} tokens, {number} at a time", BASELINES["fixed"]
     of, seconds = partial(_seconds, label=label, kind="fixed", at=at), _per_request(mine["all blocks"][at])

@@ -175,6 +175,20 @@ def test_rows_of_turns() -> None:
         assert row.notes["order"] == turns.IN_TURNS
 
 
+def test_answers_over_single_demonstrations_stand_beside_those_over_blocks() -> None:
+    found = raw(turns.IN_TURNS)
+    answers = found["ours"]["answers"]["4"]
+    answers["examples"] = {"1": [{**run, "seconds": 1.25 * run["seconds"]} for run in answers["dbsa"]["1"]]}
+    before = {(row.name, row.baseline) for row in dbsa.compare(raw(turns.IN_TURNS), [1])}
+    rows = [row for row in dbsa.compare(found, [1]) if (row.name, row.baseline) not in before]
+    name = "answering over single demonstrations with 4 tokens, 1 at a time, time a request"
+    assert [(row.name, row.baseline) for row in rows] == [
+        (name, "over blocks"),
+        (name, "Fixed ICL, cached, stock SGLang on flashinfer"),
+    ]
+    assert [row.ratio for row in rows] == pytest.approx([0.8, 1.6])
+
+
 def test_each_row_has_the_fastest_of_the_stock_engines() -> None:
     one = raw(turns.IN_TURNS)["stock"]
     other = {**copy.deepcopy(one), "backend": "fa3", "prefill": [0.5, 1.0, 2.0]}
@@ -262,7 +276,7 @@ def test_both_engines_answer_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = dbsa.compare(found, args.concurrency)
     assert all(len(row.notes["paired"]) == 1 for row in rows if "order" in row.notes)
     assert {row.baseline.split(",")[0] for row in rows} == {
-        "dense prefill", "Fixed ICL", "RetICL", "zero-shot", "linear growth", "to the smaller",
+        "dense prefill", "Fixed ICL", "RetICL", "zero-shot", "linear growth", "to the smaller", "over blocks",
     }  # fmt: skip
     assert rows[-1].notes["encoding"].keys() == {"append", "append larger"}
     assert 0 < rows[-1].notes["encoding"]["append larger"] < rows[-1].timing.high

@@ -175,7 +175,9 @@ def figures_of(ours: Timed, dense: tuple[str, Timing], baselines: Sequence[Timed
     return found
 
 
-def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length: int, batch: int) -> list[Figure]:
+def measure(
+    device: torch.device, texts: Sequence[Text], config: DoubleP, length: int, batch: int, words: str
+) -> list[Figure]:
     """All times on captured rows: Double-P, dense attention, and the baselines at equal recovered mass.
 
     Args:
@@ -183,6 +185,7 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
         texts: from `_double_p_texts.capture`, enough for `Captured`.
         config: Double-P's.
         length, batch: of the rows.
+        words: `TextSource.words`.
 
     Raises:
         ValueError: as `Captured`; kernels that are wrong.
@@ -196,5 +199,5 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
     ours = _timed("Double-P", step, {"p": list(config.stages), "layers": len(copies)})
     target = ours.shares["recovered_p5"] - ROUNDING
     found = [method(rows, batch, copies, target) for method in (retroinfer, quest_top_p)]
-    where = f"{rows.words}, batch {batch}, {thousands(length)}"
+    where = f"{words}, batch {batch}, {thousands(length)}"
     return figures_of(ours, dense, [timed for timed, _ in found], where)

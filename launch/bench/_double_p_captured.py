@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -25,17 +25,53 @@ GRID = tuple(x / 100 for x in range(50, 101, 2))
 """Shares of the attention at which the distribution of what is recovered is drawn."""
 
 
-def check_texts(count: int, tokens: int, length: int, batch: int, layers: int | None = None) -> None:
+@dataclass(frozen=True)
+class Tiling:
+    """How rows with about as many heads as Llama-3.1-8B's are made of a smaller model's layers.
+
+    Attributes:
+        side: layers whose key-value heads stand side by side: as many as make eight heads or more.
+        times: how often each query head stands in its group: as often as makes groups of at most four.
+        rows: rows that one text gives.
+    """
+
+    side: int
+    times: int
+    rows: int
+
+    @classmethod
+    def of(cls, layers: int, heads: int, kv_heads: int) -> Tiling:
+        """Of a model with so many layers, query heads and key-value heads.
+
+        Raises:
+            ValueError: too few layers for one row.
+        """
+        side = -(-8 // kv_heads)
+        if layers < side:
+            raise ValueError(
+                f"a model of {layers} layers with {kv_heads} key-value heads: expected at least {side} layers, whose"
+                " heads make a row"
+            )
+        return cls(side, max(1, 4 * kv_heads // heads), layers // side)
+
+
+def check_texts(
+    count: int, tokens: int, length: int, batch: int, tiling: Tiling | None = None, model: Path = MODEL
+) -> None:
     """Raise ValueError where `count` texts of so many tokens do not make `batch` rows of `length` (see `Captured`).
 
     Args:
         count, tokens: of the texts.
         length, batch: of the rows.
-        layers: of the model; None: the reference model's.
+        tiling: of the rows; None: that of `model`.
+        model: folder of a Llama.
     """
-    if layers is None:
-        layers = json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
-    needed = -(-batch // (layers // 2)) * (length // tokens)
+    if tiling is None:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(str(model))
+        tiling = Tiling.of(config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
+    needed = -(-batch // tiling.rows) * (length // tokens)
     if length < tokens or length % tokens or count < needed:
         raise ValueError(
             f"{batch} rows of {length} from {count} texts of {tokens} tokens: expected {needed} texts, of a length "
@@ -44,21 +80,20 @@ def check_texts(count: int, tokens: int, length: int, batch: int, layers: int | 
 
 
 class Captured(CachedRows):
-    """Rows tiled from captured texts: eight key-value heads of 64 components, four query heads each.
+    """Rows tiled from captured texts, with about as many heads as Llama-3.1-8B's (`Tiling`).
 
-    A row's key-value heads are those of a pair of layers side by side (row 0 layers 0 and 1, row 1 layers 2 and 3 and
-    so on), and each of the model's two query heads a key-value head stands twice: a group of four costs what one of
-    Llama-3.1-8B does, and its union is that of two trained heads. A row longer than a text is whole texts end to end,
-    each at positions from 0 as it was captured; the query is the last text's. After all pairs of layers, further rows
-    take the next texts.
+    A row's key-value heads are those of some layers side by side. Of the embedded model, with four key-value heads of
+    two query heads each, these are two layers (row 0 layers 0 and 1, row 1 layers 2 and 3 and so on), and each query
+    head stands twice: a group of four costs what one of Llama-3.1-8B does, and its union is that of two trained heads.
+    Of SmolLM2-135M, with three of three, these are three layers, and each query head stands once. A row longer than a
+    text is whole texts end to end, each at positions from 0 as it was captured; the query is the last text's. After all
+    layers, further rows take the next texts.
 
     Args: as `CachedRows`; texts: enough of them, of a length that divides the row's.
 
     Raises:
         ValueError: too few texts, or of another length.
     """
-
-    words = "captured keys"
 
     def __init__(
         self,
@@ -71,22 +106,25 @@ class Captured(CachedRows):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         layers, kv_heads, tokens, dim = texts[0].keys.shape
-        check_texts(len(texts), tokens, length, batch, layers)
-        pairs, each = layers // 2, length // tokens
-        group = texts[0].query.shape[1] // kv_heads
-        shape = HeadShape(heads=4 * group * kv_heads, kv_heads=2 * kv_heads, head_dim=dim, value_dim=dim, dtype=dtype)
+        heads = texts[0].query.shape[1]
+        tiling = Tiling.of(layers, heads, kv_heads)
+        check_texts(len(texts), tokens, length, batch, tiling)
+        each, side = length // tokens, tiling.side
+        shape = HeadShape(
+            heads=side * tiling.times * heads, kv_heads=side * kv_heads, head_dim=dim, value_dim=dim, dtype=dtype
+        )
         super().__init__(length, batch, shape, config, device, cluster)
         queries = []
         for row in range(batch):
-            own = texts[row // pairs * each : (row // pairs + 1) * each]
-            pair = slice(2 * (row % pairs), 2 * (row % pairs) + 2)
+            own = texts[row // tiling.rows * each : (row // tiling.rows + 1) * each]
+            chosen = slice(side * (row % tiling.rows), side * (row % tiling.rows + 1))
             keys, values = (
-                torch.cat([getattr(text, which)[pair].flatten(0, 1) for text in own], 1).transpose(0, 1)
+                torch.cat([getattr(text, which)[chosen].flatten(0, 1) for text in own], 1).transpose(0, 1)
                 for which in ("keys", "values")
             )
             self.fill(row, keys, values)
-            query = own[-1].query[pair].unflatten(1, (kv_heads, group))  # [2, kv_heads, group, head_dim]
-            queries.append(query.repeat_interleave(2, 2).flatten(0, 2))
+            query = own[-1].query[chosen].unflatten(1, (kv_heads, -1))  # [side, kv_heads, group, head_dim]
+            queries.append(query.repeat_interleave(tiling.times, 2).flatten(0, 2))
         self._queries = torch.stack(queries).to(device, dtype)
 
     def queries(self, level: Level | None = None) -> torch.Tensor:

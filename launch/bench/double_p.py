@@ -1,7 +1,7 @@
 """``sglang-ext bench double_p``: decoding over clusters, beside dense attention and what bandwidth allows.
 
-In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU; what is recovered and errors are also of another `--model`, which
-reads `--books` where they are named:
+In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU; what is of captured keys is also of another `--model`, which reads
+`--books` where they are named:
 
 - kernels: attention of one decode layer on planted keys of three stated levels of peakedness, and its stages;
 - recovered: how much of the attention of the reference model's trained heads Double-P and the baselines recover, with
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", choices=("union", "mean"), default="union", help="sets of a group (default: union)")
     parser.add_argument("--texts", type=int, default=32, help="recovered, errors, captured: how many (default: 32)")
     parser.add_argument("--text-length", type=int, default=16384, metavar="TOKENS", help="of such a text")
-    parser.add_argument("--model", type=Path, help="a Llama's folder; recovered, errors (default: the embedded model)")
+    parser.add_argument("--model", type=Path, help="a Llama's folder; of captured keys (default: the embedded model)")
     parser.add_argument(
         "--books", type=Path, nargs="+", default=[], metavar="FILE", help="in UTF-8, whose pieces are the texts"
     )
@@ -111,12 +111,13 @@ def main(args: argparse.Namespace) -> int:
     device = require_gpu() if args.device == "cuda" else torch.device("cpu")
     config = DoubleP(**{"p1": args.p1, "p2": args.p2, "group": args.group, **args.policy})
     source = captured_texts.TextSource(args.model or captured_texts.MODEL, tuple(args.books))
-    if (args.model or args.books) and args.only not in ("recovered", "errors"):
-        raise ValueError("--model, --books: expected --only recovered or errors; other parts are of one model's keys")
+    if (args.model or args.books) and args.only not in ("recovered", "errors", "captured"):
+        raise ValueError("--model, --books: expected --only recovered, errors or captured; other parts capture no keys")
     if args.only in (None, "errors"):  # not after an hour
         check_window(config)
     if args.only in (None, "captured"):
-        captured.check_texts(args.texts, args.text_length, args.captured_length, args.captured_batch)
+        length, batch = args.captured_length, args.captured_batch
+        captured.check_texts(args.texts, args.text_length, length, batch, model=source.model)
     figures: list[Figure] = []
     more: JsonObject = {}
     if args.only in (None, "kernels"):
@@ -133,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
             figures += rows
             curves += more_curves
         if args.only in (None, "captured"):
-            figures += baselines.measure(device, texts, config, args.captured_length, args.captured_batch)
+            figures += baselines.measure(device, texts, config, length, batch, source.words)
         del texts
     if args.only in (None, "engine"):
         from sglang_ext.launch.bench import _double_p_engine as engine

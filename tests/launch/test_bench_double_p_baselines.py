@@ -213,5 +213,18 @@ def test_quest_at_equal_mass(short: list[texts_of.Text], monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("quick")
 def test_all_of_it_without_a_gpu(short: list[texts_of.Text], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "SHARES", (1.0,))
-    figures = baselines.measure(DEVICE, short, CONFIG, SHORT, 1)
+    figures = baselines.measure(DEVICE, short, CONFIG, SHORT, 1, "captured keys")
     assert [figure.baseline.split(",")[0] for figure in figures] == ["dense PyTorch", "RetroInfer", "Quest+top-p"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_baselines_of_three_heads_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M's heads, of random numbers: all methods are checked against the references there too."""
+    monkeypatch.setattr(baselines, "SHARES", (1.0,))
+    dice = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(3, 3, SHORT, 64, generator=dice).bfloat16().to(DEVICE) for _ in range(2))
+    queries = torch.randn(3, 9, texts_of.STEPS, 64, generator=dice).to(DEVICE)
+    figures = baselines.measure(DEVICE, [texts_of.Text(keys, values, queries)], CONFIG, SHORT, 1, "drawn keys")
+    assert all("drawn keys, batch 1" in figure.name for figure in figures)
+    shares = figures[1].notes
+    assert shares["RetroInfer"]["recovered_p5"] >= shares["double_p"]["recovered_p5"] - 1e-5

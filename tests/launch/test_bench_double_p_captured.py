@@ -89,6 +89,44 @@ def test_rows_are_tiled_as_said(texts: list[texts_of.Text]) -> None:
         captured.Captured(2 * LENGTH, 5, texts, CONFIG, DEVICE)
 
 
+def drawn_texts(count: int, layers: int, kv_heads: int, group: int) -> list[texts_of.Text]:
+    """Texts of `LENGTH` tokens of a model with so many heads, of random numbers."""
+    dice, made = torch.Generator().manual_seed(0), []
+    for _ in range(count):
+        keys, values = (torch.randn(layers, kv_heads, LENGTH, 64, generator=dice).bfloat16() for _ in range(2))
+        queries = torch.randn(layers, kv_heads * group, texts_of.STEPS, 64, generator=dice)
+        made.append(texts_of.Text(keys.to(DEVICE), values.to(DEVICE), queries.to(DEVICE)))
+    return made
+
+
+def test_three_heads_of_three_make_rows_of_nine() -> None:
+    """SmolLM2-135M's heads: three layers side by side, and no query head twice."""
+    texts = drawn_texts(2, 7, 3, 3)  # the seventh layer is in no row
+    rows = captured.Captured(LENGTH, 3, texts, CONFIG, DEVICE, dtype=torch.float16)
+    assert (rows.shape.heads, rows.shape.kv_heads, rows.shape.group) == (27, 9, 3)
+    found = rows.keys.unflatten(0, (3, LENGTH))
+    for row, text, layer, head in [(0, 0, 0, 0), (0, 0, 2, 1), (1, 0, 3, 2), (2, 1, 1, 0)]:
+        at = 3 * (layer % 3) + head
+        assert torch.equal(found[row, :, at], texts[text].keys[layer, head].half())
+        wanted = texts[text].query[layer].unflatten(0, (3, 3))[head].half()
+        assert torch.equal(rows.queries()[row].unflatten(0, (9, 3))[at], wanted)
+    step = steps.ClusterBenchStep(rows, 3, rows_of.layers(rows, 3))
+    step.check()
+    with pytest.raises(ValueError, match="5 rows of 512 from 2 texts of 512 tokens: expected 3 texts"):
+        captured.Captured(LENGTH, 5, texts, CONFIG, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "kv_heads", "tiling"),
+    [(8, 8, 4, (2, 2, 4)), (30, 9, 3, (3, 1, 10)), (32, 32, 8, (1, 1, 32)), (9, 8, 2, (4, 1, 2)), (8, 5, 5, (2, 4, 4))],
+)
+def test_tilings(layers: int, heads: int, kv_heads: int, tiling: tuple[int, int, int]) -> None:
+    found = captured.Tiling.of(layers, heads, kv_heads)
+    assert (found.side, found.times, found.rows) == tiling
+    with pytest.raises(ValueError, match="expected at least 8 layers"):
+        captured.Tiling.of(7, 4, 1)
+
+
 def test_the_kernels_run_on_them(texts: list[texts_of.Text]) -> None:
     rows = captured.Captured(LENGTH, 2, texts, CONFIG, DEVICE, dtype=torch.float16)
     step = steps.ClusterBenchStep(rows, 2, rows_of.layers(rows, 2))

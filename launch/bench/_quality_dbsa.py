@@ -14,172 +14,34 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.attention.choice import KERNELS_ENV
-from sglang_ext.config import GROUPINGS, ORDERS, PoolOptions
-from sglang_ext.launch.bench._draws import ANALYZED, draw
+from sglang_ext.launch.bench._dbsa_methods import AIMED, BEYOND, GROUPS, METHODS, PLOTTED
+from sglang_ext.launch.bench._draws import draw
 from sglang_ext.launch.bench._quality_figures import WIDE_Z, mean_and_error, share
 from sglang_ext.launch.bench._record import AND, Curve, Figure, Timing, command_lines, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.launch.demo_methods import Bench, MethodRow
 from sglang_ext.launch.demo_server import Server, served
-from sglang_ext.policies.dbsa import PATTERNS
 from sglang_ext.types import JsonObject, Options
 
 if TYPE_CHECKING:
     from sglang_ext.names import Tokenizer
 
-RATIO = 0.3
-"""Share of the pool that methods read which choose, unless their name has another."""
-FILLED = 0.8
-"""Share of the context that is filled with what is read of a pool that is longer than the context."""
 FEWER = 0.02
 """The share of DBSA's right answers may lie so much below that of the best other method."""
-AIMED, IN_CONTEXT = "dbsa-30", ("fixed", "example", "block", "dbsa-10", "dbsa-100", "dbsa-example")
-"""The method with an aim, and all others that show demonstrations."""
+IN_CONTEXT = ("fixed", "example", "block", "dbsa-10", "dbsa-100", "dbsa-example")
+"""Beside `AIMED`, all methods of its table that show demonstrations."""
 SETTINGS = ("labels", "queries", "block_size", "concurrency", "seed", "kernels", "engine")
 """What a measurement depends on, beside its set, size, draw and method, and the model."""
 SETS = ("banking77", "clinc150", "nlu", "trec_fine")
 EMBEDDED = "the embedded one"
 REQUESTS = (1, 10, 100, 1000, 10_000, 100_000)
 """Requests whose time is added up with the pool's setup."""
-
-
-@dataclass(frozen=True)
-class DrawnMethod:
-    """A method of the study.
-
-    Attributes:
-        title: what tables call it.
-        ask: has a draw answered.
-        pool: options of its pool, beside those of the others'; methods with the same ones share it.
-        beside: the method whose answers over the same draws its row compares with.
-        fills: whether it reads as much of the pool as fills `FILLED` of the context, and not `RATIO`.
-    """
-
-    title: str
-    ask: Callable[[Bench], MethodRow]
-    pool: Options
-    beside: str = "fixed"
-    fills: bool = False
-
-    def share(self, size: int, context: int) -> float:
-        """What it reads of a pool of `size` tokens, if its name has no other share."""
-        return min(1.0, FILLED * context / size) if self.fills else RATIO
-
-
-EXAMPLES: Options = {"block_size": 1, "sink_blocks": 20, "previous_blocks": 100}
-"""A block is one demonstration: the authors' setting of DBSA by example."""
-MAIN: Mapping[str, DrawnMethod] = {
-    "zero-shot": DrawnMethod("zero-shot", Bench.zero_shot, {}),
-    "fixed": DrawnMethod("Fixed ICL", Bench.fixed_icl, {}),
-    "example": DrawnMethod("RetICL by example, 30%", Bench.ret_icl_by_example, {}),
-    "block": DrawnMethod("RetICL by block, 30%", Bench.ret_icl_by_block, {}),
-    "dbsa-10": DrawnMethod("DBSA 10%", lambda bench: bench.dbsa(0.1), {}),
-    "dbsa-30": DrawnMethod("DBSA 30%", Bench.dbsa, {}),
-    "dbsa-100": DrawnMethod("DBSA 100%", lambda bench: bench.dbsa(1.0), {}),
-    "dbsa-example": DrawnMethod("DBSA by example, 30%", Bench.dbsa, EXAMPLES),
-}
-PLOTTED = ("fixed", "example", "dbsa-example", "dbsa-10", "dbsa-30", "dbsa-100")
-
-
-def _ordered(order: str) -> Callable[[Bench], MethodRow]:
-    return lambda bench: bench.dbsa(order=order)
-
-
-def _cut(bench: Bench) -> MethodRow:
-    return bench.dbsa(granularity="example")
-
-
-def _ablations() -> dict[str, DrawnMethod]:
-    """DBSA 30% with one thing changed (DBSA, Tables 5, 6, 7, 8 and 12)."""
-    defaults, found = PoolOptions(), dict[str, DrawnMethod]()
-    pools: list[Options] = [{"pattern": each} for each in PATTERNS if each != defaults.pattern]
-    pools += [{"grouping": each} for each in GROUPINGS if each != defaults.grouping]
-    pools += [{"previous_blocks": each} for each in (1, 4, 8)]
-    for pool in pools:
-        ((name, value),) = pool.items()
-        words = f"{name.replace('_', ' ')} {value}"
-        found[words.replace(" ", "-")] = DrawnMethod(f"DBSA 30%, {words}", Bench.dbsa, pool, AIMED)
-    for order in ORDERS:
-        if order != "pool":
-            words = order.replace("_", " ")
-            found[f"order-{order}"] = DrawnMethod(f"DBSA 30%, blocks from {words}", _ordered(order), {}, AIMED)
-    found["granularity-example"] = DrawnMethod("DBSA 30%, examples cut out of blocks", _cut, {}, AIMED)
-    return found
-
-
-def _retrieved(retriever: str) -> dict[str, DrawnMethod]:
-    """What chooses with BM25, with another retriever: each beside its own with BM25."""
-
-    def dbsa(bench: Bench) -> MethodRow:
-        return bench.dbsa(retriever=retriever)
-
-    asks = {"dbsa-30": dbsa, "dbsa-example": dbsa, "example": lambda bench: bench.ret_icl_by_example(retriever)}
-    return {
-        f"{name}-{retriever}": DrawnMethod(f"{MAIN[name].title}, retriever {retriever}", ask, MAIN[name].pool, name)
-        for name, ask in asks.items()
-    }
-
-
-def _block_sizes() -> dict[str, DrawnMethod]:
-    """DBSA 30% over smaller blocks: with the other defaults, and with the sinks and the context of `EXAMPLES`."""
-    found = dict[str, DrawnMethod]()
-    sinks, previous = int(EXAMPLES["sink_blocks"]), int(EXAMPLES["previous_blocks"])
-    for size in (1, 2, 5):
-        found[f"blocks-of-{size}"] = DrawnMethod(f"DBSA 30%, blocks of {size}", Bench.dbsa, {"block_size": size}, AIMED)
-    for size in (2, 5, 10):
-        wider: Options = {"block_size": size, "sink_blocks": sinks // size, "previous_blocks": previous // size}
-        words = f"blocks of {size} behind {sinks} sinks and {previous} examples"
-        found[f"blocks-of-{size}-behind-{previous}"] = DrawnMethod(f"DBSA 30%, {words}", Bench.dbsa, wider, AIMED)
-    return found
-
-
-CUT: Mapping[str, DrawnMethod] = {
-    "cut-behind-100": DrawnMethod(
-        "DBSA 30%, examples cut out of blocks behind 20 sinks and 100 examples",
-        _cut,
-        {"sink_blocks": 2, "previous_blocks": 10},
-        AIMED,
-    ),
-}
-"""Examples cut out of blocks of 10 with the context of `EXAMPLES`; `granularity-example` has the default's."""
-LABELS: Mapping[str, DrawnMethod] = {
-    "likely": DrawnMethod("DBSA 30%, the most likely label", lambda bench: bench.dbsa(choose="likely"), {}, AIMED),
-    "label-probs": DrawnMethod(
-        "DBSA 30%, the most likely of all labels scored", lambda bench: bench.dbsa(label_probs=True), {}, AIMED
-    ),
-}
-"""DBSA 30% with the most likely label instead of the greedy one."""
-LOCAL: Options = {"positions": "local"}
-"""Of pools that may be longer than the context, where Fixed ICL cannot run."""
-BEYOND: Mapping[str, DrawnMethod] = {
-    "zero-shot-filled": DrawnMethod("zero-shot, local positions", Bench.zero_shot, LOCAL, "example-filled", fills=True),
-    "example-filled": DrawnMethod(
-        "RetICL by example, as many as fit", Bench.ret_icl_by_example, LOCAL, "example-filled", fills=True
-    ),
-    "dbsa-filled": DrawnMethod("DBSA, as much as fits", Bench.dbsa, LOCAL, "example-filled", fills=True),
-    "dbsa-example-filled": DrawnMethod(
-        "DBSA by example, as many as fit", Bench.dbsa, {**EXAMPLES, **LOCAL}, "example-filled", fills=True
-    ),
-}
-ABLATIONS, BLOCK_SIZES = _ablations(), _block_sizes()
-RETRIEVED = {name: each for retriever in ANALYZED for name, each in _retrieved(retriever).items()}
-METHODS: Mapping[str, DrawnMethod] = {**MAIN, **LABELS, **ABLATIONS, **BLOCK_SIZES, **CUT, **RETRIEVED, **BEYOND}
-GROUPS: Mapping[str, Sequence[str]] = {
-    "main": tuple(MAIN),
-    "labels": (AIMED, *LABELS),
-    "ablations": tuple(ABLATIONS),
-    "blocks": (AIMED, "dbsa-example", *BLOCK_SIZES),
-    "examples": ("fixed", "example", AIMED, "granularity-example", "dbsa-example", *CUT),
-    "retrievers": tuple(RETRIEVED),
-    "beyond": tuple(BEYOND),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -247,10 +109,10 @@ class DrawStudy:
                     print(f"{of_draw}, {METHODS[method].title}: {row.accuracy:.3f}", flush=True)
 
     def _missing(self, name: str, size: int, number: int) -> list[str]:
-        """The methods of a draw that are not measured; those with a pool of their own last."""
+        """The methods of a draw that are not measured: those with a pool of their own last, equal shares together."""
         done = {(each["set"], each["size"], each["draw"], each["method"]) for each in self.measured}
         wanted = [method for method in self.chosen if (name, size, number, method) not in done]
-        return sorted(wanted, key=lambda each: bool(METHODS[each].pool))
+        return sorted(wanted, key=lambda each: (bool(METHODS[each].pool), METHODS[each].ratio))
 
     def _rows(
         self, server: Server, name: str, size: int, number: int, methods: Sequence[str], tokenizer: Tokenizer

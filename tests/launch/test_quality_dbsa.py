@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 from transformers import AutoTokenizer
 
+from sglang_ext.launch.bench import _dbsa_methods as methods
 from sglang_ext.launch.bench import _quality_dbsa as study
 from sglang_ext.launch.bench import quality
 from sglang_ext.launch.bench.reference import MODEL
@@ -100,8 +102,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
         return ask
 
-    methods = {name: replace(each, ask=asking(name)) for name, each in study.METHODS.items()}
-    monkeypatch.setattr(study, "METHODS", methods)
+    asked_of = {name: replace(each, ask=asking(name)) for name, each in methods.METHODS.items()}
+    monkeypatch.setattr(study, "METHODS", asked_of)
     monkeypatch.setattr(study, "Bench", Pool)
     monkeypatch.setattr(study, "served", served)
     monkeypatch.setenv(study.KERNELS_ENV, "")
@@ -119,7 +121,7 @@ def test_each_method_of_each_draw_is_measured_once(
     out = tmp_path / "q.json"
     words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--out", out]
     assert quality.main(arguments(data, *words, "--draws", 1)) == 0
-    assert [name for name, _ in asked] == list(study.MAIN)
+    assert [name for name, _ in asked] == list(methods.MAIN)
     assert all(pool == {"block_size": 10} for _, pool in asked[:-1])
     assert asked[-1][1] == {"block_size": 1, "sink_blocks": 20, "previous_blocks": 100}
     assert "banking77, 300 tokens, draw 0, DBSA 30%: 0.500" in capsys.readouterr().out
@@ -138,7 +140,7 @@ def test_each_method_of_each_draw_is_measured_once(
         study.DrawStudy(arguments(data, *words, "--labels", 5))
     with pytest.raises(
         ValueError,
-        match="magic: expected some of main, labels, ablations, blocks, examples, retrievers, beyond, zero-shot, fixed",
+        match="magic: expected some of main, labels, ablations, blocks, examples, tenth, retrievers, beyond,",
     ):
         study.DrawStudy(arguments(data, *words, "--methods", "magic"))
 
@@ -161,8 +163,8 @@ def test_a_pool_beyond_the_context_fills_most_of_it(
     assert [name for name, _ in asked] == ["zero-shot-filled", "example-filled", "dbsa-filled", "dbsa-example-filled"]
     assert [pool.get("positions") for _, pool in asked] == ["local"] * 4
     assert Pool.shares == [1.0, 1.0], "a pool that is shorter is read whole"
-    filled = study.METHODS["dbsa-filled"]
-    assert filled.share(131072, 16384) == pytest.approx(0.1) and study.METHODS["dbsa-30"].share(131072, 16384) == 0.3
+    filled = methods.METHODS["dbsa-filled"]
+    assert filled.share(131072, 16384) == pytest.approx(0.1) and methods.METHODS["dbsa-30"].share(131072, 16384) == 0.3
     (row,) = (
         each for each in json.loads((tmp_path / "q.json").read_text())["figures"] if "DBSA, as much" in each["name"]
     )
@@ -204,7 +206,7 @@ def test_the_most_likely_label_stands_beside_the_greedy_one_with_its_passes() ->
 def test_an_ablation_changes_one_thing_and_stands_beside_dbsa(data: Path, tmp_path: Path, asked: list[Any]) -> None:
     words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--draws", 1, "--out", tmp_path / "q.json"]
     quality.main(arguments(data, *words, "--methods", "ablations", "dbsa-30", "fixed"))
-    assert {name for name, _ in asked} == {*study.ABLATIONS, "dbsa-30", "fixed"}
+    assert {name for name, _ in asked} == {*methods.ABLATIONS, "dbsa-30", "fixed"}
     changed = {name: {**pool} for name, pool in asked}
     assert all(pool.pop("block_size") == 10 for pool in changed.values())
     assert changed["pattern-self"] == {"pattern": "self"} and changed["previous-blocks-4"] == {"previous_blocks": 4}
@@ -217,12 +219,27 @@ def test_an_ablation_changes_one_thing_and_stands_beside_dbsa(data: Path, tmp_pa
     assert all(len(curve.series) == 2 for curve in study.curves(measured, OF))
 
 
+def test_a_tenth_of_the_pool_is_read_by_examples_and_by_blocks(data: Path, tmp_path: Path, asked: list[Any]) -> None:
+    """As in DBSA's Table 6, each beside DBSA 10%; other methods read as much as before."""
+    words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--draws", 1, "--out", tmp_path / "q.json"]
+    quality.main(arguments(data, *words, "--methods", "tenth", "dbsa-30", "examples"))
+    names = [name for name, _ in asked]
+    assert set(names) == {"dbsa-10", *methods.TENTH, "dbsa-30", *methods.GROUPS["examples"]}
+    shares = {name: methods.METHODS[name].share(300, 2048) for name in names}
+    assert {name for name, share in shares.items() if share == 0.1} == set(methods.TENTH)
+    assert {shares[name] for name in shares.keys() - methods.TENTH.keys()} == {0.3}
+    apart = [name in methods.TENTH for name in names]
+    assert sum(before != after for before, after in pairwise(apart)) <= 2, "pools are encoded anew between them"
+    measured = [measurement(name, 0, 0.5) for name in ("dbsa-10", *methods.TENTH)]
+    assert [row.baseline for row in study.figures(measured, OF)] == ["", *["DBSA 10%"] * 3]
+
+
 def test_another_retriever_stands_beside_the_same_method_with_bm25(
     data: Path, tmp_path: Path, asked: list[Any]
 ) -> None:
     words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--draws", 1, "--out", tmp_path / "q.json"]
     quality.main(arguments(data, *words, "--methods", "retrievers", "dbsa-example"))
-    assert {name for name, _ in asked} == {"dbsa-example", *study.RETRIEVED} and len(study.RETRIEVED) == 9
+    assert {name for name, _ in asked} == {"dbsa-example", *methods.RETRIEVED} and len(methods.RETRIEVED) == 9
     pools = {name: pool for name, pool in asked}
     assert pools["dbsa-example-bm25:stem"] == pools["dbsa-example"] != pools["example-bm25:stem"]
     measured = [measurement(name, 0, 0.5) for name in ("dbsa-example", "dbsa-example-bm25:stem", "example-bm25:stem")]
@@ -240,9 +257,9 @@ def test_a_method_asks_with_its_retriever() -> None:
             return retriever
 
     asked: Any = Asked()
-    assert study.METHODS["dbsa-30-bm25:stem"].ask(asked) == {"retriever": "bm25:stem"}
-    assert study.METHODS["dbsa-example-bm25:stop_words"].ask(asked) == {"retriever": "bm25:stop_words"}
-    assert study.METHODS["example-bm25:stem+stop_words"].ask(asked) == "bm25:stem+stop_words"
+    assert methods.METHODS["dbsa-30-bm25:stem"].ask(asked) == {"retriever": "bm25:stem"}
+    assert methods.METHODS["dbsa-example-bm25:stop_words"].ask(asked) == {"retriever": "bm25:stop_words"}
+    assert methods.METHODS["example-bm25:stem+stop_words"].ask(asked) == "bm25:stem+stop_words"
 
 
 def test_time_is_drawn_with_and_without_the_pool() -> None:

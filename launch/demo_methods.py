@@ -161,27 +161,28 @@ class Bench:
         }
 
     def _searched(
-        self, texts: Sequence[str], sinks: int, retriever: str = "bm25"
+        self, texts: Sequence[str], sizes: Sequence[int], sinks: int, retriever: str = "bm25"
     ) -> tuple[Callable[[str], list[int]], float]:
         """Index texts.
 
         Args:
-            texts: of the pool, in its order.
-            sinks: of the first ones, which every question gets.
+            texts: of the pool's demonstrations, in its order.
+            sizes: how many of them each thing has that is selected, which is as relevant as its best one.
+            sinks: of the first things, which every question gets.
             retriever: with which, by its name in the registry.
 
         Returns:
-            (what gives the numbers of the texts that a question gets, the best `ratio` of them in the pool's order;
+            (what gives the numbers of the things that a question gets, the best `ratio` of them in the pool's order;
             seconds that indexing took).
         """
         from sglang_ext.retrievers import registry
-        from sglang_ext.retrievers.selection import budget, select
+        from sglang_ext.retrievers.selection import block_scores, budget, select
 
         begin = time.perf_counter()
         built = registry.get(retriever).build(texts)
         indexing = time.perf_counter() - begin
-        chosen = budget(self.ratio, None, total=len(texts), sinks=sinks)
-        return lambda query: [int(at) for at in select(built.score(query), chosen, sinks, "pool")], indexing
+        chosen = budget(self.ratio, None, total=len(sizes), sinks=sinks)
+        return lambda query: select(block_scores(built.score(query), sizes), chosen, sinks, "pool"), indexing
 
     def ret_icl_by_example(self, retriever: str = "bm25") -> MethodRow:
         """The best demonstrations by `retriever` as a dense prompt, prefilled anew for each question.
@@ -195,7 +196,7 @@ class Bench:
                 tokens[name] = ids[start:end]
         texts = self._texts()
         names = list(texts)
-        search, indexing = self._searched(list(texts.values()), 0, retriever)
+        search, indexing = self._searched(list(texts.values()), [1] * len(texts), 0, retriever)
 
         def ask(query: str, key: str) -> tuple[JsonObject, list[int]]:
             prefix = [*self.header, *(token for at in search(query) for token in tokens[names[at]])]
@@ -206,9 +207,9 @@ class Bench:
     def ret_icl_by_block(self) -> MethodRow:
         """The selected blocks' demonstrations as a dense prompt, prefilled anew for each question."""
         texts, sinks = self._texts(), min(self.options.sink_blocks, len(self.blocks))
+        blocks = [block["demonstrations"] for block in self.info["blocks"]]
         search, indexing = self._searched(
-            [self.options.separator.join(texts[id] for id in block["demonstrations"]) for block in self.info["blocks"]],
-            sinks,
+            [texts[id] for ids in blocks for id in ids], [len(ids) for ids in blocks], sinks
         )
 
         def ask(query: str, key: str) -> tuple[JsonObject, list[int]]:

@@ -125,6 +125,24 @@ def select_examples(
     return list(zip(blocks.tolist(), (chosen - starts[blocks]).tolist(), strict=True))
 
 
+def block_scores(scores: Scores | Sequence[float], block_sizes: Sequence[int]) -> Scores:
+    """How relevant blocks are, by their demonstrations: each block as its most relevant one.
+
+    Args:
+        scores: float [demonstrations], higher is better, those of block 0 first.
+        block_sizes: demonstrations in each block.
+    Returns:
+        float64 [blocks].
+    Raises:
+        ValueError: a block size that is not a positive integer, or sizes that do not add up to the number of scores.
+    """
+    sizes, scores = _check_sizes(block_sizes), np.asarray(scores, dtype=np.float64)
+    if len(scores) != sum(sizes):
+        raise ValueError(f"got {len(scores)} scores for blocks of {sum(sizes)} demonstrations; expected one score each")
+    best: Scores = np.maximum.reduceat(scores, np.cumsum([0, *sizes[:-1]]))
+    return best
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 

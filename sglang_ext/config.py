@@ -31,6 +31,7 @@ NAMES = "names"
 GROUPINGS = ("length_balanced", "random", "cluster", "cluster_diverse")
 ORDERS = ("pool", "low_to_high", "high_to_low", "reversed")
 GRANULARITIES = ("block", "example")
+BLOCK_SCORES = ("best", "text")
 CONSTRAINTS = ("labels",)
 CHOOSERS = ("likely",)
 
@@ -91,14 +92,20 @@ CONVERSATION_OPTIONS = frozenset({"conversation", "continue", "conversation_key"
 """Names in `custom_params` of a request to a server of streams, beside those of its policy."""
 
 
+TOLD = 8
+"""Unknown names that an error lists, at most."""
+
+
 def unknown_names(found: Iterable[str], known: Collection[str], what: str) -> ValueError | None:
     """The error for names in `found` that are not in `known`, with the nearest known name of each; None without any."""
     unknown = sorted(set(found) - set(known))
     if not unknown:
         return None
-    near = dict.fromkeys(match for name in unknown for match in difflib.get_close_matches(name, known, 1))
+    told = unknown[:TOLD]  # to look for near names takes long
+    near = dict.fromkeys(match for name in told for match in difflib.get_close_matches(name, known, 1))
     hint = f"; did you mean {', '.join(near)}?" if near else ""
-    return ValueError(f"{what}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}{hint}")
+    more = f" and {len(unknown) - TOLD} more" if len(unknown) > TOLD else ""
+    return ValueError(f"{what}: unknown option {', '.join(told)}{more}; known are {', '.join(sorted(known))}{hint}")
 
 
 def typed(cls: type, values: Options, what: str) -> JsonObject:
@@ -249,6 +256,8 @@ class RequestOptions:
             `bm25:stem`, `bm25:stop_words` and `bm25:stem+stop_words` that BM25's terms are stems of English words, or
             that English stop words are dropped, or both.
         granularity: `block`, or `example` for single demonstrations cut out of their blocks (Table 6).
+        block_score: how relevant a block is: `best`, as its most relevant demonstration, or `text`, as its whole text,
+            which is what the paper compares.
         constrain: `labels` makes the answer one of the pool's labels: greedily, token by token among their spellings;
             sampled where a temperature is given; with `label_probs` and no temperature, the most likely label.
         choose: `likely` answers with the label whose whole text is the most likely one. The server searches for it in
@@ -268,6 +277,7 @@ class RequestOptions:
     order: str = field(default="pool", metadata={CHOICES: ORDERS})
     retriever: str = field(default="bm25", metadata={NAMES: tuple(RETRIEVERS)})
     granularity: str = field(default="block", metadata={CHOICES: GRANULARITIES})
+    block_score: str = field(default="best", metadata={CHOICES: BLOCK_SCORES})
     constrain: str | None = field(default=None, metadata={CHOICES: CONSTRAINTS})
     choose: str | None = field(default=None, metadata={CHOICES: CHOOSERS})
     label_probs: bool = False
@@ -280,6 +290,8 @@ class RequestOptions:
             raise ValueError(f"order {self.order!r}: expected one of {', '.join(ORDERS)}")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity {self.granularity!r}: expected one of {', '.join(GRANULARITIES)}")
+        if self.block_score not in BLOCK_SCORES:
+            raise ValueError(f"block_score {self.block_score!r}: expected one of {', '.join(BLOCK_SCORES)}")
         if self.constrain not in (None, *CONSTRAINTS):
             raise ValueError(f"constrain {self.constrain!r}: expected 'labels' or nothing")
         if self.choose not in (None, *CHOOSERS):
@@ -287,6 +299,11 @@ class RequestOptions:
         given = [name for name in ("ratio", "blocks", "block_ids") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} given: expected at most one of ratio, blocks and block_ids")
+
+    @property
+    def scores_blocks(self) -> bool:
+        """Whether the retriever compares the question with whole blocks, and not with single demonstrations."""
+        return self.granularity == "block" and self.block_score == "text"
 
     @property
     def labelled(self) -> bool:

@@ -81,6 +81,9 @@ def _ablations() -> dict[str, DrawnMethod]:
         if order != "pool":
             words = order.replace("_", " ")
             found[f"order-{order}"] = DrawnMethod(f"DBSA 30%, blocks from {words}", _ordered(order), {}, AIMED)
+    found["block-score-text"] = DrawnMethod(
+        "DBSA 30%, blocks scored by their whole texts", lambda bench: bench.dbsa(block_score="text"), {}, AIMED
+    )
     found["granularity-example"] = DrawnMethod("DBSA 30%, examples cut out of blocks", _cut, {}, AIMED)
     return found
 
@@ -163,6 +166,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "ablations": tuple(ABLATIONS),
     "blocks": (AIMED, "dbsa-example", *BLOCK_SIZES),
     "examples": ("fixed", "example", AIMED, "granularity-example", "dbsa-example", *CUT),
+    "scores": ("fixed", AIMED, "block-score-text", "dbsa-example"),
     "tenth": ("dbsa-10", *TENTH),
     "retrievers": tuple(RETRIEVED),
     "beyond": tuple(BEYOND),

@@ -13,7 +13,7 @@ from sglang_ext.serving.select import BlockSelection, select_pieces
 from sglang_ext.serving.texts import LONG
 from sglang_ext.types import Json, JsonObject
 
-SELECTS = ("ratio", "blocks", "block_ids", "order", "retriever", "granularity")
+SELECTS = ("ratio", "blocks", "block_ids", "order", "retriever", "granularity", "block_score")
 """Options of a request that say what it selects."""
 
 

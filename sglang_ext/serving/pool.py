@@ -19,6 +19,8 @@ from sglang_ext.types import JsonObject, Options
 COMPLETION, CHAT = "completion", "chat"
 
 MAX_RETRIEVERS = 8
+"""Retrievers of one version beside the default one, at most; the oldest of them gives way."""
+DEFAULT_RETRIEVER = (RequestOptions("").retriever, RequestOptions("").scores_blocks)
 
 _owners = itertools.count(1)
 
@@ -158,7 +160,7 @@ class Version:
     label_tokens: dict[tuple[str, str], LabelTokens] = field(default_factory=dict)
     tenant: str = ""
     owner: str = field(default_factory=lambda: f"{POOL_OWNER}{next(_owners)}")
-    _retrievers: dict[tuple[str, str], Retriever] = field(default_factory=dict)
+    _retrievers: dict[tuple[str, bool], Retriever] = field(default_factory=dict)
 
     def pinned(self, variant: str) -> bool:
         """Whether the version holds the blocks of a variant; those behind requests' own headers, requests hold."""
@@ -176,7 +178,7 @@ class Version:
 
     def has_retriever(self, options: RequestOptions) -> bool:
         """Whether `retriever` would answer at once."""
-        return (options.retriever, options.granularity) in self._retrievers
+        return (options.retriever, options.scores_blocks) in self._retrievers
 
     def retriever(self, options: RequestOptions, base: Version | None = None) -> Retriever:
         """The retriever a request asks for, built over blocks or examples at its first use.
@@ -184,7 +186,7 @@ class Version:
         Args:
             base: a version that this one extends: its retriever is extended, where there is one that can be.
         """
-        key = (options.retriever, options.granularity)
+        key = (options.retriever, options.scores_blocks)
         if key not in self._retrievers:
             definition = self.definition
             before = base._retrievers.get(key) if base is not None and definition.extends(base.definition) else None
@@ -192,11 +194,12 @@ class Version:
             groups = definition.groups
             if base is not None and extended is not None:
                 groups = groups[len(base.definition.groups) :]
-            if options.granularity == "block":
+            if options.scores_blocks:
                 texts = [definition.block_text(group) for group in groups]
             else:
                 texts = [definition.example_text(id) for group in groups for id in group]
-            while len(self._retrievers) >= MAX_RETRIEVERS:  # clients choose the names: "random:1", "random:2", ...
-                self._retrievers.pop(next(iter(self._retrievers)))
+            others = [each for each in self._retrievers if each != DEFAULT_RETRIEVER]
+            while len(others) >= MAX_RETRIEVERS:  # clients choose the names: "random:1", "random:2", ...
+                self._retrievers.pop(others.pop(0))
             self._retrievers[key] = extended(texts) if extended else registry.get(options.retriever).build(texts)
         return self._retrievers[key]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 from dataclasses import dataclass
 
 from sglang_ext.cache.rows import Piece
 from sglang_ext.config import DEFAULT_RATIO, RequestOptions
-from sglang_ext.retrievers.selection import budget, example_budget, select, select_examples
+from sglang_ext.retrievers.base import Scores
+from sglang_ext.retrievers.selection import block_scores, budget, example_budget, select, select_examples
 from sglang_ext.serving.layout import Block, Layout
 from sglang_ext.serving.pool import Version
 
@@ -61,12 +63,15 @@ def _blocks(
         ids = list(options.block_ids)
         wrong = [block for block in ids if not 0 <= block < total]
         if wrong or not ids:
-            raise ValueError(f"block_ids {ids}: expected ids of the pool's blocks, 0 to {total - 1}")
+            raise ValueError(f"block_ids {reprlib.repr(ids)}: expected ids of the pool's blocks, 0 to {total - 1}")
         if len(set(ids)) != len(ids):
-            raise ValueError(f"block_ids {ids}: a block is named twice; its tokens would count twice")
+            raise ValueError(f"block_ids {reprlib.repr(ids)}: a block is named twice; its tokens would count twice")
         return ids, None
     m = budget(_ratio(options), options.blocks, total=total, sinks=version.sinks)
     scores = version.retriever(options).score(_text(query, options))
+    if not options.scores_blocks:
+        sizes = [len(block.demonstrations) for block in layout.blocks]
+        scores = block_scores(_of_live(scores, version, layout), sizes)
     blocks = select(scores, m, version.sinks, options.order)
     return blocks, tuple(float(scores[number]) for number in blocks)
 
@@ -77,10 +82,7 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
     deleted = version.definition.deleted
     sizes = [len(block.demonstrations) for block in layout.blocks]
     m = example_budget(_ratio(options), options.blocks, block_sizes=sizes, sinks=version.sinks)
-    scores = version.retriever(options).score(_text(query, options))
-    if deleted:
-        scores = scores.copy()
-        scores[[id in deleted for block in layout.blocks for id in block.demonstrations]] = scores.min() - 1.0
+    scores = _of_live(version.retriever(options).score(_text(query, options)), version, layout)
     chosen = [
         (number, at)
         for number, at in select_examples(scores, sizes, m, version.sinks, options.order)
@@ -106,6 +108,16 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
         tuple(layout.blocks[number].demonstrations[at] for number, at in chosen),
         tuple(float(scores[before[number] + at]) for number, at in chosen),
     )
+
+
+def _of_live(scores: Scores, version: Version, layout: Layout) -> Scores:
+    """Scores of demonstrations; those of deleted ones lie below all others."""
+    deleted = version.definition.deleted
+    if not deleted:
+        return scores
+    scores = scores.copy()
+    scores[[id in deleted for block in layout.blocks for id in block.demonstrations]] = scores.min() - 1.0
+    return scores
 
 
 def _live(block: Block, deleted: frozenset[str]) -> list[Piece]:

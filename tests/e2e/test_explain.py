@@ -50,9 +50,12 @@ def blocks(server: Server, pool: str) -> Any:
     return admin(server, "GET", f"/v1/pools/{pool}?tokens=true")["blocks"]
 
 
+@pytest.mark.parametrize("kind", ["best", "text"])
 @pytest.mark.parametrize("order", ["pool", "high_to_low"])
-def test_an_answer_says_what_it_selected_and_why(server: Server, order: str) -> None:
-    said = ask(server, "open", ratio=0.5, order=order, explain=True)
+def test_an_answer_says_what_it_selected_and_why(server: Server, order: str, kind: str) -> None:
+    said = ask(
+        server, "open", ratio=0.5, order=order, explain=True, **({} if kind == "best" else {"block_score": kind})
+    )
     entries, made = said["selection"], blocks(server, "open")
     assert [entry["block"] for entry in entries] == said["blocks"] and len(entries) == 3
     assert [entry["sink"] for entry in entries] == [True, False, False]
@@ -66,14 +69,17 @@ def test_an_answer_says_what_it_selected_and_why(server: Server, order: str) -> 
         assert entry["tokens"] == made[entry["block"]]["tokens"]
     options = PoolOptions()
     texts = [
-        options.separator.join(
-            options.render(items[id]["input"], items[id]["output"]) for id in block["demonstrations"]
-        )
-        for block in made
+        [options.render(items[id]["input"], items[id]["output"]) for id in block["demonstrations"]] for block in made
     ]
-    scores = registry.get("bm25").build(texts).score(QUESTION)
+    if kind == "text":
+        scores = list(registry.get("bm25").build([options.separator.join(each) for each in texts]).score(QUESTION))
+    else:
+        single = iter(registry.get("bm25").build([text for each in texts for text in each]).score(QUESTION))
+        scores = [max(next(single) for _ in each) for each in texts]
     assert [entry["score"] for entry in entries] == pytest.approx([scores[number] for number in said["blocks"]])
     assert len({entry["score"] for entry in entries}) > 1
+    rest = [scores[number] for number in range(1, BLOCKS) if number not in said["blocks"]]
+    assert min(entry["score"] for entry in entries if not entry["sink"]) >= max(rest)
     assert "selection" not in ask(server, "open", ratio=0.5, order=order)
 
 

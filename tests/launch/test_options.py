@@ -78,16 +78,17 @@ def test_choices_are_shown_and_enforced(cls: type, capsys: pytest.CaptureFixture
     base = {"pool": "p"} if cls is RequestOptions else {}
     found = {field.name: field.metadata[CHOICES] for field in dataclasses.fields(cls) if CHOICES in field.metadata}
     assert set(found) == {PoolOptions: {"grouping", "pattern", "positions"}}.get(
-        cls, {"order", "granularity", "constrain", "choose"}
+        cls, {"order", "granularity", "block_score", "constrain", "choose"}
     )
     for name, choices in found.items():
-        assert f"--{name} {{{','.join(choices)}}}" in shown
+        flag = f"--{name.replace('_', '-')}"
+        assert f"{flag} {{{','.join(choices)}}}" in shown
         for choice in choices:
             assert getattr(cls.parse({**base, name: choice}), name) == choice  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="expected"):
             cls.parse({**base, name: "absent"})  # type: ignore[attr-defined]
         with pytest.raises(SystemExit):
-            parser.parse_args([f"--{name}", "absent"])
+            parser.parse_args([flag, "absent"])
         assert "invalid choice: 'absent'" in capsys.readouterr().err
 
 

@@ -140,7 +140,7 @@ def test_each_method_of_each_draw_is_measured_once(
         study.DrawStudy(arguments(data, *words, "--labels", 5))
     with pytest.raises(
         ValueError,
-        match="magic: expected some of main, labels, ablations, blocks, examples, tenth, retrievers, beyond,",
+        match="magic: expected some of main, labels, ablations, blocks, examples, scores, tenth, retrievers, beyond,",
     ):
         study.DrawStudy(arguments(data, *words, "--methods", "magic"))
 
@@ -212,7 +212,8 @@ def test_an_ablation_changes_one_thing_and_stands_beside_dbsa(data: Path, tmp_pa
     assert changed["pattern-self"] == {"pattern": "self"} and changed["previous-blocks-4"] == {"previous_blocks": 4}
     assert changed["grouping-cluster_diverse"] == {"grouping": "cluster_diverse"}
     assert [name for name, pool in changed.items() if not pool] == [
-        "order-low_to_high", "order-high_to_low", "order-reversed", "granularity-example", "dbsa-30", "fixed",
+        "order-low_to_high", "order-high_to_low", "order-reversed", "block-score-text", "granularity-example",
+        "dbsa-30", "fixed",
     ]  # fmt: skip
     measured = [measurement(name, 0, 0.5) for name in ("fixed", "dbsa-30", "order-reversed")]
     assert [row.baseline for row in study.figures(measured, OF)] == ["", "Fixed ICL", "DBSA 30%"]

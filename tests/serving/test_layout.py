@@ -87,15 +87,17 @@ def test_what_extends_what() -> None:
     assert not replace(grown(small, 9), groups=definition(9).groups[1:]).extends(small)
 
 
-@pytest.mark.parametrize("granularity", ["block", "example"])
-def test_a_retriever_is_extended(granularity: str) -> None:
-    options = RequestOptions("pool", granularity=granularity)
+@pytest.mark.parametrize(
+    ("asked", "blocks"), [({}, False), ({"block_score": "text"}, True), ({"granularity": "example"}, False)]
+)
+def test_a_retriever_is_extended(asked: dict[str, Any], blocks: bool) -> None:
+    options = RequestOptions("pool", **asked)
     old = Version("pool", 1, definition(5))
     old.retriever(options)
     new = Version("pool", 2, grown(old.definition, 9))
     found, wanted = new.retriever(options, old), Version("pool", 2, new.definition).retriever(options)
     query = "freeze my card 7"
     np.testing.assert_array_equal(found.score(query), wanted.score(query))
-    assert found.num_texts == wanted.num_texts == (9 if granularity == "block" else 27)
+    assert found.num_texts == wanted.num_texts == (9 if blocks else 27)
     other = Version("pool", 3, definition(4))  # extends nothing: built anew
-    assert other.retriever(options, old).num_texts == (4 if granularity == "block" else 12)
+    assert other.retriever(options, old).num_texts == (4 if blocks else 12)

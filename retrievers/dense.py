@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
@@ -14,6 +15,8 @@ from sglang_ext.retrievers.base import Scores, check_query, check_texts
 from sglang_ext.retrievers.passages import passages
 
 MODEL_VARIABLE = "SGLANG_EXT_DENSE_MODEL"
+ENCODING = threading.Lock()
+"""Whoever has a model encode: pools are indexed in one thread and asked in another, and its tokenizer serves one."""
 
 
 class TextEncoder(Protocol):
@@ -66,13 +69,16 @@ class Dense:
         texts = check_texts(texts)
         if encoder is None:
             encoder = _load(model or cls.default_model or _model_from_environment())
-        cut = [_fitting(text, encoder) for text in texts]
-        starts = np.cumsum([0] + [len(parts) for parts in cut[:-1]])
-        return cls(encoder, _embed(encoder, [part for parts in cut for part in parts]), starts)
+        with ENCODING:
+            cut = [_fitting(text, encoder) for text in texts]
+            embeddings = _embed(encoder, [part for parts in cut for part in parts])
+        return cls(encoder, embeddings, np.cumsum([0] + [len(parts) for parts in cut[:-1]]))
 
     def score(self, query: str) -> Scores:
         """Cosine of the best pair of passages: float64 [num_texts]. An all-zero embedding scores 0."""
-        queries = _embed(self._encoder, _fitting(check_query(query), self._encoder))
+        check_query(query)
+        with ENCODING:
+            queries = _embed(self._encoder, _fitting(query, self._encoder))
         best_for_passage = (self._embeddings @ queries.T).max(axis=1)
         scores: Scores = np.maximum.reduceat(best_for_passage, self._starts)
         return scores

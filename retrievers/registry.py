@@ -15,6 +15,15 @@ RETRIEVERS: dict[str, str] = {
 }
 
 
+SLOW = ("dense",)
+"""Those that run a model for each query: whoever must not wait asks them in a thread."""
+
+
+def is_slow(name: str) -> bool:
+    """Whether the retriever of that name takes more than a moment for a short query."""
+    return name.partition(":")[0] in SLOW
+
+
 def get(name: str) -> type[Retriever]:
     """The retriever class of that name.
 

@@ -32,7 +32,7 @@ from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, kmeans_layers
 from sglang_ext.policies.clustering import Clustering
 
 SPARE = 16
-"""Tiles beside."""
+"""Tiles that are allocated beyond the estimate, for runs that fill theirs in part."""
 
 AT_ONCE = 1 << 20
 """Keys that are clustered in one call, of as many layers as that is.

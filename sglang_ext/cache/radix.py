@@ -176,6 +176,11 @@ class BlockRadixCache(RadixTree):
         self.total_hits += len(keys)
         self.saved_tokens += row.prefix_tokens
 
+    def forget_hits(self, keys: Iterable[str]) -> None:
+        """No pool has the blocks named `keys` any more: nobody asks how often they were read."""
+        for key in keys:
+            self.hits.pop(key, None)
+
     def add_block(self, block: NewBlock, token_ids: array[int], slots: torch.Tensor) -> TreeNode:
         """A block that is in KV `slots` ([tokens] int64) becomes a node, which is new and nobody's."""
         radix_key = RadixKey(token_ids, _BLOCK + block.key)

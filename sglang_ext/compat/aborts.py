@@ -50,6 +50,11 @@ def is_missing_message(message: str) -> bool:
     return message.startswith(_MISSING)
 
 
+def grammar_failed(message: str) -> bool:
+    """Whether an abort's message is SGLang's of a token that the request's grammar refused."""
+    return message.startswith("Grammar accept_token failed")
+
+
 def blocks_were_missing(error: Any) -> bool:
     """Whether an HTTPException carries `missing_message`."""
     return error.status_code == HTTPStatus.SERVICE_UNAVAILABLE and str(error.detail).startswith(_MISSING)

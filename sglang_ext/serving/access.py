@@ -175,7 +175,10 @@ def around_dispatch(
     if isinstance(message, compat.AbortReq) and not message.abort_all and manager.ext_pools is not None:
         others = ids_beginning_with(manager, message.rid)
         if others:
-            logger.warning("sglang_ext: ids of %d requests begin with %r: it is not ended", len(others), message.rid)
+            logger.warning(
+                "sglang_ext: request %r is not aborted: the ids of %d other requests begin with its id, and the"
+                " schedulers would abort these, too", message.rid, len(others),
+            )  # fmt: skip
             return
     original(manager, message)
 

@@ -85,6 +85,7 @@ class Admin:
         """
         held = [key for key, owners in self.cache.owners.items() if owner in owners] if keys is None else keys
         self.cache.release(owner, held)
+        self.cache.forget_hits(gone or ())
         if gone and self.cache.host is not None:
             self.cache.host.forget(gone)
             self.cache.drop(gone, keep=False)

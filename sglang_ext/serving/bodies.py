@@ -52,7 +52,10 @@ class BodyLimit:
 
     def limit(self, path: str) -> tuple[int, str]:
         """(bytes that the body of a request to `path` may have, the flag that says so)."""
-        if path.startswith("/v1/pools"):
+        asks = (
+            path.endswith("/select") and path.count("/") == 4
+        )  # /v1/pools/{name}/select holds a question, and no pool
+        if path.startswith("/v1/pools") and not asks:
             return self.settings.max_pool_mb * MIB, f"--max-pool-mb {self.settings.max_pool_mb}"
         return self.settings.max_request_mb * MIB, f"--max-request-mb {self.settings.max_request_mb}"
 
@@ -60,7 +63,7 @@ class BodyLimit:
         """Count bytes that arrived; _Refused (429) where there is no memory for them beside those of other requests."""
         room = AT_ONCE * max(self.settings.max_pool_mb, self.settings.max_request_mb) * MIB
         if self._arriving + count > room:
-            raise _Refused(429, f"bodies of {room // MIB} MiB are in memory already, the most that may be: retry")
+            raise _Refused(429, f"request bodies take {room // MIB} MiB of memory already, which is the limit: retry")
         self._arriving += count
 
 

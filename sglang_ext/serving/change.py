@@ -44,8 +44,8 @@ class Queue:
         """One place, as long as it is needed; PoolError (429) where all are taken."""
         if self.taken >= 1 + self._waiting:
             raise PoolError(
-                f"{self.taken} changes of pools are under way or wait, as many as may (--max-waiting-encodings"
-                f" {self._waiting} beside one): retry when GET /v1/pools shows fewer",
+                f"{self.taken} changes of pools are under way or wait, which is the limit (one, and"
+                f" --max-waiting-encodings {self._waiting}): retry when GET /v1/pools shows fewer",
                 429,
             )
         self.taken += 1

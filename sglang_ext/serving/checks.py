@@ -113,7 +113,7 @@ def refusals(server_args: ServerArgs) -> list[str]:
     if compat.preempts(server_args) and (streams or not compat.REQUEUES_PREEMPTED):
         why = "a turn of a conversation that gives way could not go on"
         if not streams:
-            why = "this version of SGLang loses a request that gave way, where the one it gave way to does not fit"
+            why = "this version of SGLang loses a preempted request if the one that preempted it then does not fit"
         problems.append(
             f"enable_priority_scheduling without disable_priority_preemption is not supported with --attention-backend"
             f" {server_args.attention_backend}: set --disable-priority-preemption, too: {why}"
@@ -225,7 +225,8 @@ def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
         "enable_watermark",
     )
     problems += [
-        f"{said} with --{name.replace('_', '-')}, which is told of one row a request: leave one of them out"
+        f"{said} with --{name.replace('_', '-')}, which handles one row a request, and drafts have several: leave"
+        " one of them out"
         for name in one_row
         if getattr(server_args, name, False)
     ]

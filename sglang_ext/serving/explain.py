@@ -9,8 +9,7 @@ from sglang_ext.serving.layout import Layout
 from sglang_ext.serving.pool import COMPLETION, Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.requests import check_characters
-from sglang_ext.serving.select import BlockSelection, select_pieces
-from sglang_ext.serving.texts import LONG
+from sglang_ext.serving.select import BlockSelection, selected
 from sglang_ext.types import Json, JsonObject
 
 SELECTS = ("ratio", "blocks", "block_ids", "order", "retriever", "granularity", "block_score")
@@ -99,8 +98,5 @@ async def would_select(service: PoolService, name: str, question: Json) -> JsonO
     version = await service.needed(check_name(name))
     layout = version.layouts[COMPLETION]
     await service.prepare_retriever(version, parsed)
-    if len(text or "") > LONG:
-        selection = await service.workers.beside(select_pieces, version, layout, parsed, text)
-    else:
-        selection = select_pieces(version, layout, parsed, text)
+    selection = await selected(service.workers, version, layout, parsed, text)
     return {**used(version, selection, True), "selection": explained(version, layout, selection)}

@@ -109,6 +109,8 @@ class OwnFolder(Folder):
             if not self._restore:
                 return
             self._restoring = asyncio.create_task(self._restore_all())
+        if self._restoring.cancelled():
+            raise PoolError("the server is about to end, and its pools were not all encoded: ask another one", 503)
         await asyncio.shield(self._restoring)
 
     def restores(self, name: str) -> bool:

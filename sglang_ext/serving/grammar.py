@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import xgrammar
 
@@ -33,11 +34,32 @@ def label_grammar(labels: Sequence[str], lead: str, end: str) -> str:
     """
     if not labels:
         raise ValueError("the pool has no labels to constrain to")
-    return _grammar(tuple(labels), lead, end)
+    return _grammar(tuple(labels), lead, end).ebnf
+
+
+@dataclass(frozen=True)
+class _LabelGrammar:
+    """What all requests need that ask for one of the same labels.
+
+    Attributes:
+        ebnf: their grammar.
+        longest: bytes of the longest text that it takes.
+        ends_late: whether a label has the end in itself: as a stop string it would end an answer inside of it.
+    """
+
+    ebnf: str
+    longest: int
+    ends_late: bool
 
 
 @functools.lru_cache(maxsize=16)  # every request of a pool asks for the same one
-def _grammar(labels: tuple[str, ...], lead: str, end: str) -> str:
+def _grammar(labels: tuple[str, ...], lead: str, end: str) -> _LabelGrammar:
+    longest = max(len((lead + label + end).encode()) for label in labels)
+    ends_late = any((lead + label + end).find(end) != len(lead + label) for label in labels)
+    return _LabelGrammar(_ebnf(labels, lead, end), longest, ends_late)
+
+
+def _ebnf(labels: tuple[str, ...], lead: str, end: str) -> str:
     rules: list[str] = []
     waiting = [("root", sorted({lead + label + end for label in labels}))]
     names = 0
@@ -122,17 +144,17 @@ def constrain(
             f"{option}: the pool's {len(labels)} labels have {size} characters, a grammar takes at most"
             f" {MOST_CHARACTERS}: use fewer or shorter labels, or {instead}"
         )
-    params["ebnf"] = label_grammar(labels, lead, end)
+    grammar = _grammar(labels, lead, end)
+    params["ebnf"] = grammar.ebnf
     if params.get("temperature") is None:
         params["temperature"] = 0.0
     # The grammar ends the answer. A token is a byte at least, and one more ends the sequence; another one, and the
     # answer never ends by its length, which SGLang looks at first.
-    longest = max(len((lead + label + end).encode()) for label in labels) + 2
-    params["max_new_tokens"] = max(params.get("max_new_tokens") or 0, longest)
+    params["max_new_tokens"] = max(params.get("max_new_tokens") or 0, grammar.longest + 2)
     if not end:
         return ""
-    if any((lead + label + end).find(end) != len(lead + label) for label in labels):
-        return end  # as a stop string it would end an answer inside a label
+    if grammar.ends_late:
+        return end
     stops = params.get("stop") or []
     params["stop"] = [*([stops] if isinstance(stops, str) else stops), end]
     return ""

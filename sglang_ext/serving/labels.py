@@ -23,6 +23,9 @@ from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.serving.pool import Definition
 from sglang_ext.types import JsonObject, Options
 
+PROBABILITIES = "label_probs"
+"""Where an answer says each label's share, and the option of a request that asks for it."""
+
 SCORED_AT_ONCE = 256  # tokens of labels in one scoring request: others are scheduled between two
 
 
@@ -116,6 +119,7 @@ async def label_probabilities(
 
     Raises:
         ClientGone: the client hung up.
+        PoolError: (500) the model's numbers are none.
     """
     client, scores = ASKED.get().client, {}
     for group in cut(sorted(set(tokens.token_ids)), _most(tokens, prompt, state)):
@@ -123,6 +127,9 @@ async def label_probabilities(
             raise ClientGone
         scores.update(await _score(manager, client, group, prompt))
     found = [scores[ids] for ids in tokens.token_ids]
+    if not all(map(math.isfinite, found)):
+        label = labels[next(number for number, score in enumerate(found) if not math.isfinite(score))]
+        raise PoolError(f"label {label!r}: the model gives it a log-probability that is no number", 500)
     top = max(found)
     weights = [math.exp(score - top) for score in found]
     total = sum(weights)

@@ -57,8 +57,9 @@ def parse_demonstrations(
     fresh = len(taken)
     for number, item in enumerate(items, start=1):
         if most is not None and number > most:
+            sent = f"more than {most} demonstrations were sent" if most > 0 else "demonstrations were sent"
             raise PoolError(
-                f"more than {most} demonstrations were sent, and {len(taken)} are there: a pool holds at most"
+                f"{sent}, and {len(taken)} are there: a pool holds at most"
                 f" {most + len(taken)} (--max-demonstrations); use fewer, or several pools",
                 413,
             )

@@ -19,6 +19,7 @@ from sglang_ext.serving.label_search import COMPUTED_AT_ONCE, Search, SearchPass
 from sglang_ext.serving.label_tree import LabelTokens
 from sglang_ext.serving.labels import (
     ASKED,
+    PROBABILITIES,
     SCORED_AT_ONCE,
     ClientGone,
     Prompt,
@@ -32,7 +33,7 @@ from sglang_ext.serving.pools import PoolService
 from sglang_ext.types import JsonObject, Options
 
 LIKELY = 'choose="likely"'
-SHOWN = "leave out what only the generation of a label shows (log-probabilities, hidden states, options of the system)"
+SHOWN = "leave out log-probabilities, hidden states and options of the system, for which a label must be generated"
 """What a request with `choose` can do where its answer cannot be constrained."""
 
 
@@ -159,7 +160,7 @@ class Labels:
             async with self._service.scoring:
                 state = await self._service.channel.ask("state")
                 probs = await label_probabilities(manager, labels, self._tokens, prompt, state)
-            said["label_probs"] = probs
+            said[PROBABILITIES] = probs
             if not params.get("temperature"):
                 labels = (max(probs, key=probs.__getitem__),)  # what is constrained is this one, and not the greedy one
         elif self._tokens is not None:

@@ -50,7 +50,9 @@ def _created(labels: tuple[str, ...]) -> _Metrics:
             "Blocks that were encoded because of a request: evicted ones, and those behind a chat's header.",
             labels,
         ),
-        missed=Counter("sglang_ext:missed_blocks", "Those of them that the request had selected.", labels),
+        missed=Counter(
+            "sglang_ext:missed_blocks", "Blocks that a request had selected and that had to be encoded again.", labels
+        ),
         headers=Counter("sglang_ext:pool_headers", "Headers of chats' own that a pool was laid out behind.", labels),
         retrieval=Histogram(
             "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
@@ -207,7 +209,7 @@ class SchedulerMetrics:
             if name not in self._gauges:
                 gauge = Gauge(
                     f"sglang_ext:{name}",
-                    f"{name.replace('_', ' ').capitalize()}, of the scheduler's block cache.",
+                    f"{name.replace('_', ' ').capitalize()}, as the scheduler counts them.",
                     ["model_name"],
                     multiprocess_mode="mostrecent",
                 )

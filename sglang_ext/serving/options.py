@@ -5,7 +5,8 @@ What is looked at is said in `serving.requests`; here are SGLang's places where 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 
 import fastapi
 from pydantic import BaseModel
@@ -28,6 +29,7 @@ def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwar
     Runs after the hooks that give the manager its pools and a stream's context.
     """
     manager.ext_system, manager.ext_policy, manager.ext_facts = system_of(manager.server_args), None, None
+    manager.ext_reserved = set()
     if manager.ext_system is not None:
         manager.ext_policy = server_policy(manager.server_args, manager.ext_system)
         manager.ext_facts = facts_of(manager, manager.ext_policy, manager.ext_pools.settings)
@@ -47,9 +49,9 @@ def around_generate_request(
     if manager.ext_facts is None or carried.is_internal(obj):
         return original(manager, obj, request)
     try:
-        _check(manager, obj)
+        rids = _check(manager, obj)
     except ValueError as error:
-        # A stream of SGLang's ends with the abort of its request, under ids that may be somebody else's.
+        # When a stream ends, SGLang aborts the ids in `obj`. They may be another client's: this request was refused.
         obj.is_single, obj.rid = False, []
         if not isinstance(error, PoolError):
             raise
@@ -57,7 +59,8 @@ def around_generate_request(
             raise
         # The OpenAI routes answer every ValueError with 400: keep the error's own status.
         raise fastapi.HTTPException(error.status_code, error.detail) from error
-    return noting(original(manager, obj, request), obj)
+    answers = noting(original(manager, obj, request), obj)
+    return answers if obj.rid is None else _reserved(manager, answers, obj, rids)
 
 
 def in_answer(obj: RequestInput, request: fastapi.Request) -> bool:
@@ -65,15 +68,53 @@ def in_answer(obj: RequestInput, request: fastapi.Request) -> bool:
     return bool(getattr(obj, "stream", False)) and request.url.path in ("/generate", "/vertex_generate")
 
 
-def _check(manager: TokenizerManager, obj: RequestInput) -> None:
+def _check(manager: TokenizerManager, obj: RequestInput) -> list[str]:
+    """The ids of the prompts of a request that can be served."""
     if isinstance(obj, GenerateReqInput):
-        taken = [rid for rid in check(obj, manager.ext_facts) if rid in manager.rid_to_state]
-        if taken:
-            raise ValueError(f"rid {taken[0]!r} is in use: wait for its answer, or choose another")
-    elif manager.is_generation:
+        rids = check(obj, manager.ext_facts)
+        _refuse_taken(manager, rids)
+        return rids
+    if manager.is_generation:
         raise ValueError(
             "this server generates text: it has no embeddings, classes or ranks; ask a server with --is-embedding"
         )
+    return []
+
+
+def _refuse_taken(manager: TokenizerManager, rids: Sequence[str]) -> None:
+    taken = [rid for rid in rids if rid in manager.rid_to_state or rid in manager.ext_reserved]
+    if taken:
+        raise ValueError(f"rid {taken[0]!r} is in use: wait for its answer, or choose another")
+
+
+async def _reserved(
+    manager: TokenizerManager, answers: AsyncGenerator[Json, None], obj: RequestInput, rids: Sequence[str]
+) -> AsyncGenerator[Json, None]:
+    """The answers to a request that names ids, which nobody else may name until all of its prompts are answered.
+
+    SGLang forgets each id of a batch when its own prompt is answered, and with `n` before any is. What belongs to a
+    prompt is found by its id for as long as the batch runs: another request of that name would get it.
+    """
+    try:
+        _refuse_taken(manager, rids)  # another one may have come since these were looked at
+    except ValueError:
+        obj.is_single, obj.rid = False, []  # as above
+        raise
+    own = set(rids)
+    manager.ext_reserved |= own
+
+    def free() -> None:
+        manager.ext_reserved.difference_update(own)
+        own.clear()
+
+    try:
+        async with aclosing(answers):
+            async for out in answers:
+                if not getattr(obj, "stream", False):
+                    free()  # the routes take the one answer and drop this generator, whose `finally` comes some time
+                yield out
+    finally:
+        free()
 
 
 async def around_open_session(

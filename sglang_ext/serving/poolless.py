@@ -17,7 +17,7 @@ def no_pools(manager: TokenizerManager) -> str:
             " them with another backend"
         )
     if (size := page_size_of(manager.server_args)) > 1:
-        return f"this server has no pools, whose blocks end at any token (--page-size {size}): serve them with 1"
+        return f"this server has no pools, whose blocks end at any token (--page-size {size}): set --page-size 1"
     windows, layers = compat.listed_windows(manager.model_config)
     if windows:
         return (

@@ -294,6 +294,7 @@ class PoolService:
         """Lay out and encode a new version. Whatever it did until it failed or was cancelled, `_settle` undoes."""
         state = await self.channel.ask("state")
         version, wait = await self.workers.read(self._prepare, pool, change, made, define, countable(state))
+        del define  # it holds the body of the request, which nobody counts any more
         made.version, pool.making = version, version.tokens
         if not made.incoming:
             self.quota.check_tokens(pool.name, version.tokens, self.tokens - pool.tokens)

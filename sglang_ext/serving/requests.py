@@ -157,8 +157,11 @@ def check_sizes(request: RequestInput, facts: Facts) -> None:
     _check_size("token_ids_logprob", request.token_ids_logprob, MAX_LISTED)
     for each in listed:
         if isinstance(each, dict):
+            _check_size("sampling_params", each, MAX_LISTED)
             for name in ("logit_bias", "stop_token_ids"):
                 _check_size(name, each.get(name), MAX_LISTED)
+            if _entries(each.get("custom_params"), MAX_LISTED) > MAX_LISTED:
+                raise PoolError(f"custom_params has more than {MAX_LISTED} entries; expected at most so many", 413)
     if isinstance(request.input_ids, list):
         nested = request.input_ids and isinstance(request.input_ids[0], list)
         for ids in request.input_ids if nested else [request.input_ids]:
@@ -168,6 +171,17 @@ def check_sizes(request: RequestInput, facts: Facts) -> None:
 def _check_size(name: str, value: Json, most: int) -> None:
     if isinstance(value, (list, dict)) and len(value) > most:
         raise PoolError(f"{name} has {len(value)} entries; expected at most {most}", 413 if most == MAX_LISTED else 400)
+
+
+def _entries(value: Json, most: int) -> int:
+    """Entries of the lists and objects in a value of a request, however deep. Counting ends beyond `most`."""
+    found, left = 0, [value]
+    while left and found <= most:
+        each = left.pop()
+        if isinstance(each, (list, dict)):
+            found += len(each)
+            left += each.values() if isinstance(each, dict) else each
+    return found
 
 
 def check_count(request: RequestInput, most: int) -> None:

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from sglang_ext.cache.rows import Piece
 from sglang_ext.config import DEFAULT_RATIO, RequestOptions
 from sglang_ext.retrievers.base import Scores
+from sglang_ext.retrievers.registry import is_slow
 from sglang_ext.retrievers.selection import block_scores, budget, example_budget, select, select_examples
 from sglang_ext.serving.layout import Block, Layout
 from sglang_ext.serving.pool import Version
+from sglang_ext.serving.texts import LONG
+from sglang_ext.serving.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,15 @@ class BlockSelection:
     @property
     def tokens(self) -> int:
         return sum(piece.tokens for piece in self.pieces)
+
+
+async def selected(
+    workers: Workers, version: Version, layout: Layout, options: RequestOptions, query: str | None
+) -> BlockSelection:
+    """`select_pieces`, beside the event loop where it takes long: for a long text, or a retriever that runs a model."""
+    if len(query or "") > LONG or is_slow(options.retriever):
+        return await workers.beside(select_pieces, version, layout, options, query)
+    return select_pieces(version, layout, options, query)
 
 
 def select_pieces(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> BlockSelection:

@@ -195,11 +195,11 @@ def numbered(pool: Pool, number: int, told: bool) -> Version:
         return version
     if pool.failure is not None and number == pool.versions:
         raise _failed(pool, told)
-    served = f"it is at version {pool.current.number}" if pool.current else "no version of it is"
-    raise PoolError(
-        f"version {number} of pool {pool.name!r} is not served here, {served}: name that one, or leave the version out",
-        409,
-    )
+    if pool.current is None:
+        what = f"and no other version is: wait until GET /v1/pools/{pool.name} says that it is ready"
+    else:
+        what = f"it is at version {pool.current.number}: name that one, or leave the version out"
+    raise PoolError(f"version {number} of pool {pool.name!r} is not served here, {what}", 409)
 
 
 def refuse_busy(pool: Pool) -> None:

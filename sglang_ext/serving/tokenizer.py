@@ -26,16 +26,15 @@ from sglang_ext.serving.access import check_explain, check_reading, may_read
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.explain import explained, used
 from sglang_ext.serving.grammar import Ending
-from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt
+from sglang_ext.serving.labels import ASKED, PROBABILITIES, AskedLabels, Prompt
 from sglang_ext.serving.layout import Layout
 from sglang_ext.serving.likely import Labels, Whole, shows_tokens
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.question import own_tokens
 from sglang_ext.serving.requests import CHAT_KEY, check_ids, check_tokens, count_prompts
-from sglang_ext.serving.select import BlockSelection, select_pieces
+from sglang_ext.serving.select import BlockSelection, selected
 from sglang_ext.serving.tenancy import pools_of
-from sglang_ext.serving.texts import LONG
 from sglang_ext.settings import POOL_DIR_ENV
 from sglang_ext.types import Json, JsonObject
 
@@ -73,9 +72,12 @@ class Lease:
         return [*self.layout.tokens_of(self.row.prefix), *self.own]
 
     def said(self, complete: bool) -> JsonObject:
-        """What an answer says of the pool; only its end explains, for texts would go out with every token."""
-        explains = self.options.explain and complete
-        return self.meta | ({"selection": explained(self.version, self.layout, self.selection)} if explains else {})
+        """What an answer says of the pool; what may be long, its end alone says: it would go out with every token."""
+        if not complete:
+            return {name: value for name, value in self.meta.items() if name != PROBABILITIES}
+        if not self.options.explain:
+            return dict(self.meta)
+        return self.meta | {"selection": explained(self.version, self.layout, self.selection)}
 
 
 def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwargs: Passed) -> None:
@@ -225,7 +227,7 @@ def _refuse_aborted(manager: TokenizerManager, rid: str, state: RequestState | N
     constrained = lease is not None and lease.options.labelled and lease.whole is None  # else there is no grammar
     if lease is None or not constrained or compat.abort_was_asked(manager, rid, state):
         return
-    if status in (None, 400):
+    if status in (None, 400) or compat.grammar_failed(str(reason.get("message"))):
         why = reason.get("message") if status else "the server's grammar does not go with the model's tokenizer"
         raise PoolError(f"the answer could not be constrained to the labels of pool {lease.version.name!r}: {why}")
 
@@ -323,10 +325,7 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         answer = ("", "") if chat else (lead, version.definition.options.answer_end)
         await service.prepare_retriever(version, options)
         begin = time.perf_counter()
-        if len(query or "") > LONG:
-            selection = await service.workers.beside(select_pieces, version, layout, options, query)
-        else:
-            selection = select_pieces(version, layout, options, query)
+        selection = await selected(service.workers, version, layout, options, query)
         retrieval = time.perf_counter() - begin
         labels = Labels(service, version, options, *answer)
         await labels.prepare(obj.sampling_params)

@@ -222,6 +222,23 @@ def test_a_refused_stream_aborts_nobody(server: Server) -> None:
     assert last["meta_info"]["finish_reason"]["type"] == "length", last["meta_info"]
 
 
+def test_an_id_of_a_batch_is_taken_until_all_of_it_is_answered(server: Server) -> None:
+    """What is known of a prompt is found by its id: another client's request of that name would get it."""
+    few, many = ({"max_new_tokens": tokens, "ignore_eos": True} for tokens in (1, 700))
+    batch = {"text": [TEXT, TEXT], "rid": ["first", "second"], "sampling_params": [few, many]}
+    parallel = {"text": TEXT, "rid": "several", "sampling_params": {**many, "n": 2}}
+    alone = {"text": TEXT, "rid": "first", "sampling_params": few}
+    for body, other in ((batch, alone), (parallel, parallel)):
+        events = server.stream(body)
+        next(event for event in events if body is parallel or event["meta_info"]["finish_reason"])
+        assert "is in use" in refused(server, "/generate", other)
+        last = [event for event in events if event["meta_info"]["finish_reason"]][-1]
+        assert last["meta_info"]["finish_reason"]["type"] == "length"
+        assert server.call("POST", "/generate", json=alone).status_code == 200
+    for _ in range(3):  # one after the other, an id may be used again
+        assert server.call("POST", "/generate", json=alone).status_code == 200
+
+
 # ---- custom_params on every route ----
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")

@@ -155,7 +155,7 @@ def test_conversations_go_on(served: Served) -> None:
     with pytest.raises(ValueError, match=r"'b' began with the options {'cascades': 1}"):
         served.one([9, 8], **b)
     for stranger in ({}, {"conversation_key": a["conversation_key"]}):
-        with pytest.raises(ValueError, match="conversation 'b' is not there to go on"):
+        with pytest.raises(ValueError, match="conversation 'b' cannot be continued"):
             served.one([9, 8], conversation="b", cascades=1, **{"continue": True}, **stranger)
         with pytest.raises(ValueError, match="conversation 'b' is another's"):
             served.one([9, 8], conversation="b", **stranger)
@@ -163,7 +163,7 @@ def test_conversations_go_on(served: Served) -> None:
     served.generate([prompt_of(90, n) for n in range(2)], [{}, {}])
     assert served.stats()["conversations"] == 1
     for name in ("a", "never begun"):
-        with pytest.raises(ValueError, match=f"conversation '{name}' is not there to go on"):
+        with pytest.raises(ValueError, match=f"conversation '{name}' cannot be continued"):
             served.one([9, 8], **{**a, "conversation": name})
     assert served.one([9, 8], cascades=1, **b)["meta_info"]["finish_reason"]["type"] == "length"
     with pytest.raises(ValueError, match="expected true or false, and the name of a conversation"):

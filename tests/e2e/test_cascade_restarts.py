@@ -48,6 +48,6 @@ def test_without_overlap_and_retracted(tmp_path: Path, monkeypatch: pytest.Monke
         both = [{"conversation": "a", "continue": True}, {"conversation": "b", "continue": True, "cascades": 4}]
         outcomes = served.together([prompt_of(20, 1), prompt_of(20, 2)], both)
         (error,) = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        assert "is not there to go on" in str(error)
+        assert "cannot be continued" in str(error)
         served.idle()
         assert served.stats()["conversations"] == 1

@@ -69,7 +69,7 @@ def test_conversations_give_way(served: Served) -> None:
     assert held == 2 * ((47 + 3 - 1 - SIZES.sinks - SIZES.window) // SIZES.block)
     prompt = prompt_of(SIZES.sinks + SIZES.window + (BLOCKS - 3) * SIZES.block - 4, 7)  # takes all but three blocks
     assert right(served, prompt, served.one(prompt, new_tokens=4))
-    with pytest.raises(ValueError, match="conversation 'first' is not there to go on"):
+    with pytest.raises(ValueError, match="conversation 'first' cannot be continued"):
         served.one(prompt_of(5, 8), new_tokens=4, **goes_on("first", first))
     assert served.one(prompt_of(5, 8), new_tokens=4, **goes_on("second", second))["output_ids"]
     until(lambda: served.engine.flush_cache().success)
@@ -105,7 +105,7 @@ def test_a_request_that_finds_no_room_beside_the_stream_it_would_copy(served: Se
 
 def test_a_request_that_is_refused_takes_no_room(served: Served) -> None:
     first = served.one(prompt_of(90, 14), new_tokens=4, conversation="mine")
-    with pytest.raises(ValueError, match="conversation 'yours' is not there to go on"):
+    with pytest.raises(ValueError, match="conversation 'yours' cannot be continued"):
         served.one(prompt_of(5, 15), new_tokens=1000, conversation="yours", **{"continue": True})
     assert served.stats()["conversations"] == 1
     assert served.one(prompt_of(5, 15), new_tokens=2, **goes_on("mine", first))["output_ids"]

@@ -93,5 +93,5 @@ def test_retracted_requests_are_clustered_again(paged: Served) -> None:
 
 
 def test_pools_are_refused(paged: Served) -> None:
-    with pytest.raises(ValueError, match=f"--page-size {PAGE}.*serve them with 1"):
+    with pytest.raises(ValueError, match=f"--page-size {PAGE}.*set --page-size 1"):
         paged.engine.create_pool("p", models.demonstrations(4))

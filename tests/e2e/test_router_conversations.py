@@ -102,5 +102,5 @@ def test_a_conversation_whose_server_is_gone_begins_anew(both: dict[str, Server]
 def is_gone(answer: requests.Response, url: str) -> None:
     """Check that a server refused a turn and said how to begin anew."""
     assert answer.status_code == 400 and answer.headers[HOME] == url, answer.text
-    assert "is not there to go on" in error_of(answer)
+    assert "cannot be continued" in error_of(answer)
     assert "send it whole, without continue (behind a router, under a new name" in error_of(answer)

@@ -432,7 +432,7 @@ def test_conversations_of_one_name(streams: Tenanted) -> None:
     goes_on = {"conversation": "a", "conversation_key": key, "continue": True}
     nothing = refused(turn(streams, BOLT, prompt_of(5, 2), **{**goes_on, "conversation": "never"}), 400)
     words = refused(turn(streams, BOLT, prompt_of(5, 2), **goes_on), 400)
-    assert words == nothing.replace("'never'", "'a'") and "not there to go on" in words
+    assert words == nothing.replace("'never'", "'a'") and "cannot be continued" in words
     theirs = conversation_key(turn(streams, BOLT, prompt_of(40, 3), conversation="a"))
     assert theirs != key
     assert "is another's" in refused(turn(streams, ACME, prompt_of(9, 4), conversation="a"), 400)

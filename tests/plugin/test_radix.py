@@ -27,6 +27,7 @@ from sglang_ext.cache import carried, radix
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, WIRE_KEY, NewBlock, Piece, Row
 from sglang_ext.cache.stitch import StitchNode
+from sglang_ext.serving.admin import Admin
 from sglang_ext.serving.scheduler import before_handle_generate_request
 from tests.plugin import tree_lines
 
@@ -798,3 +799,11 @@ def test_a_thousand_random_operations(allocator: str, seed: int) -> None:
     assert started > 100 and all(done.values()), done  # every kind of operation happened
     assert {"insert", "split", "evict"} <= set(world.recorder.events)
     world.drain()
+
+
+def test_hits_of_blocks_that_no_pool_has_are_forgotten(world: World) -> None:
+    """Each header of a chat and each replaced pool brings new names: kept for ever, they would fill the memory."""
+    world.cache.hits.update({"gone": 2, "kept": 3})
+    admin = Admin(SimpleNamespace(tree_cache=world.cache))
+    assert admin.op_release("pool:1", keys=[], gone=["gone", "never read"]) == {"freed_tokens": 0}
+    assert dict(world.cache.hits) == {"kept": 3}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -203,3 +205,24 @@ def test_real_sentence_transformer(tmp_path: Path) -> None:
     truncated = np.asarray(encoder.encode(texts[2:], show_progress_bar=False), dtype=np.float64)[0]
     assert scores[2] > truncated @ raw[2] / np.linalg.norm(truncated) + 1e-3
     assert len(retriever._embeddings) > 4  # type: ignore[attr-defined]
+
+
+def test_one_thread_at_a_time_has_a_model_encode() -> None:
+    """The tokenizer of a model serves one thread: a pool that is indexed and a question that is asked take turns."""
+    inside, most = [0], [0]
+
+    class Counted(LetterEncoder):
+        def encode(self, sentences: list[str], *, show_progress_bar: bool) -> Any:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.002)
+            found = super().encode(sentences, show_progress_bar=show_progress_bar)
+            inside[0] -= 1
+            return found
+
+    retriever = Dense.build(["a", "b"], encoder=Counted())
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(retriever.score, "a") for _ in range(8)]
+        made = [threads.submit(Dense.build, ["a", "b"], None, Counted()) for _ in range(8)]
+        assert all(len(each.result()) == 2 for each in asked) and all(each.result().num_texts == 2 for each in made)
+    assert most == [1]

@@ -102,3 +102,13 @@ def test_large_bodies_turn_others_away_but_no_small_one() -> None:
         assert limit._arriving == 0
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [("/v1/pools/p", 64), ("/v1/pools/select", 64), ("/v1/pools/p/demonstrations", 64), ("/v1/pools/p/select", 8),
+     ("/generate", 8)],
+)  # fmt: skip
+def test_a_question_about_a_pool_is_no_pool(path: str, most: int) -> None:
+    count, flag = BodyLimit(None, ServerSettings()).limit(path)  # type: ignore[arg-type]
+    assert count == most * 2**20 and str(most) in flag

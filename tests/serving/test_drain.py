@@ -18,6 +18,7 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.serving import drain, ready
 from sglang_ext.serving.drain import Drain, DrainMiddleware, around_sigterm_watchdog
+from sglang_ext.serving.errors import PoolError
 from sglang_ext.settings import ServerSettings
 from tests.oracle import models
 from tests.serving.imitated import Service, quiet
@@ -252,6 +253,9 @@ def test_a_server_with_a_folder_of_its_own_is_ready_when_its_pools_are_encoded(m
             await restoring
         await quiet(third)
         assert (third.folder.waits_for() or "").endswith("2"), "it ends, and is not ready"
+        with pytest.raises(PoolError, match="about to end") as refused:
+            await third.restored()
+        assert refused.value.status_code == 503
 
     run(work())
 

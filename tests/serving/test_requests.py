@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import fields
@@ -188,6 +189,10 @@ LIMITS: list[dict[str, Any]] = [
     {"sampling_params": {"stop": ["a"] * 100_000}},
     {"sampling_params": {"stop": "a" * 100_000}},
     {"sampling_params": {"regex": "a" * 1_000_000}},
+    {"sampling_params": {f"a{number}": 1 for number in range(20_000)}},
+    {"sampling_params": {"custom_params": {f"a{number}": 1 for number in range(20_000)}}},
+    {"sampling_params": {"custom_params": {"pool": "p", "block_ids": [0] * 20_000}}},
+    {"sampling_params": {"custom_params": {"pool": {"a": [[]] * 20_000}}}},
 ]
 
 
@@ -196,6 +201,14 @@ def test_too_much_is_413(fields: dict[str, Any]) -> None:
     with pytest.raises(PoolError) as refused:
         check(request(**fields), FACTS)
     assert refused.value.status_code == 413
+
+
+def test_an_error_names_some_of_many_unknown_names() -> None:
+    names = {f"pool{number:04}": 1 for number in range(5000)}
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=r"unknown option pool0000, .*pool0007 and 4992 more; known are") as refused:
+        check(request(sampling_params={"custom_params": names}), FACTS)
+    assert len(str(refused.value)) < 1000 and time.perf_counter() - begin < 1, "each name was looked for"
 
 
 def prompt(**fields: Any) -> GenerateReqInput:

@@ -2,11 +2,13 @@
 
 A *draw* is some classes of a set, a pool of their training texts that fills so many tokens, and test texts of these
 classes, as in `bench quality --suite dbsa`. *Gold* demonstrations of a question are those with its label. For each
-retriever there are three rows, beside the first retriever's over the same draws:
+retriever there are six rows, beside the first retriever's over the same draws:
 
 - of the 5 best examples, the share that is gold;
 - of the gold examples, the share among the best 30% of the examples;
-- of the gold examples, the share in the best 30% of the blocks, the sink block among these.
+- of the gold examples, the share in the best 30% of the blocks, the sink block among these;
+- of the 5 best examples, the share in these blocks;
+- the same two of blocks that are scored by their whole texts (`block_score: text`).
 
 Shares are means over the questions of a draw; means and intervals are over draws.
 """
@@ -28,7 +30,7 @@ from sglang_ext.launch.demo_data import DemoTask
 from sglang_ext.launch.reference.corpus import read_rows
 from sglang_ext.retrievers.grouping import group
 from sglang_ext.retrievers.registry import get
-from sglang_ext.retrievers.selection import budget, select
+from sglang_ext.retrievers.selection import block_scores, budget, select
 
 if TYPE_CHECKING:
     from sglang_ext.names import Tokenizer
@@ -38,6 +40,9 @@ MEASURES = (
     f"gold ones among the {NEAREST} best examples",
     f"gold ones found in {DEFAULT_RATIO:.0%} of the examples",
     f"gold ones found in {DEFAULT_RATIO:.0%} of the blocks",
+    f"of the {NEAREST} best examples those in {DEFAULT_RATIO:.0%} of the blocks",
+    f"gold ones found in {DEFAULT_RATIO:.0%} of the blocks by their whole texts",
+    f"of the {NEAREST} best examples those in {DEFAULT_RATIO:.0%} of the blocks by their whole texts",
 )
 SETS = ("banking77", "clinc150", "nlu", "trec", "trec_fine")
 SETTINGS = ("labels", "queries", "draws", "block_size", "seed")
@@ -79,6 +84,7 @@ def gold_shares(
     lengths = [len(ids) for ids in tokenizer(examples, add_special_tokens=False)["input_ids"]]
     groups = group(examples, lengths, block_size, options.grouping, options.seed)
     blocks = [options.separator.join(examples[at] for at in members) for members in groups]
+    numbers, sizes = [at for members in groups for at in members], [len(members) for members in groups]
     sinks = min(options.sink_blocks, len(blocks))
     few = budget(DEFAULT_RATIO, total=len(examples), sinks=0)
     few_blocks = budget(DEFAULT_RATIO, total=len(blocks), sinks=sinks)
@@ -90,14 +96,13 @@ def gold_shares(
             gold = {at for at, each in enumerate(task.demonstrations) if each["output"] == query["output"]}
             scores = by_example.score(query["input"])
             nearest = select(scores, min(NEAREST, len(examples)), 0)
-            chosen = select(by_block.score(query["input"]), few_blocks, sinks)
-            shares.append(
-                (
-                    len(gold.intersection(nearest)) / len(nearest),
-                    len(gold.intersection(select(scores, few, 0))) / len(gold),
-                    len(gold.intersection(at for block in chosen for at in groups[block])) / len(gold),
-                )
-            )
+            own = [len(gold.intersection(nearest)) / len(nearest)]
+            own.append(len(gold.intersection(select(scores, few, 0))) / len(gold))
+            of_blocks = (block_scores([scores[at] for at in numbers], sizes), by_block.score(query["input"]))
+            for each in of_blocks:
+                read = {at for block in select(each, few_blocks, sinks) for at in groups[block]}
+                own += [len(gold & read) / len(gold), len(read.intersection(nearest)) / len(nearest)]
+            shares.append(tuple(own))
         found[name] = tuple(statistics.fmean(each) for each in zip(*shares, strict=True))
     return found
 

@@ -61,27 +61,28 @@ def test_shares_are_those_of_rank_bm25() -> None:
     for query in queries:
         asked = query["input"].split()
         gold = {at for at, each in enumerate(demonstrations) if each["output"] == query["output"]}
-        of_blocks = [[word for at in each for word in words[at]] for each in groups]
-        blocks = best(of_blocks, asked, 2, first=1)  # 30% of 5 are 1.5
-        in_blocks = {at for block in blocks for at in groups[block]}
-        expected.append(
-            (
-                len(gold & best(words, asked, 5)) / 5,
-                len(gold & best(words, asked, 3)) / len(gold),
-                len(gold & in_blocks) / len(gold),
-            )
+        nearest = best(words, asked, 5)
+        own = [len(gold & nearest) / 5, len(gold & best(words, asked, 3)) / len(gold)]
+        single, whole = (
+            BM25Okapi(words).get_scores(asked),
+            [[word for at in each for word in words[at]] for each in groups],
         )
+        for scores in ([max(single[at] for at in each) for each in groups], BM25Okapi(whole).get_scores(asked)):
+            chosen = {0, max(range(1, len(groups)), key=lambda block: (scores[block], -block))}  # 30% of 5 are 1.5
+            in_blocks = {at for block in chosen for at in groups[block]}
+            own += [len(gold & in_blocks) / len(gold), len(nearest & in_blocks) / 5]
+        expected.append(own)
     assert found["bm25"] == pytest.approx([sum(each) / 2 for each in zip(*expected, strict=True)])
     assert found["all"][:2] == pytest.approx([(2 / 5 + 1 / 5) / 2, (1 / 4 + 1 / 3) / 2])  # the first ones
 
 
 def test_rows_stand_beside_the_first_retriever() -> None:
     draws: list[dict[str, tuple[float, ...]]] = [
-        {"bm25": (0.5, 0.6, 0.0), "bm25:stem": (0.7, 0.6, 0.1)},
-        {"bm25": (0.3, 0.6, 0.0), "bm25:stem": (0.4, 0.6, 0.1)},
+        {"bm25": (0.5, 0.6, 0.0, 0.5, 0.5, 0.5), "bm25:stem": (0.7, 0.6, 0.1, 0.5, 0.5, 0.5)},
+        {"bm25": (0.3, 0.6, 0.0, 0.5, 0.5, 0.5), "bm25:stem": (0.4, 0.6, 0.1, 0.5, 0.5, 0.5)},
     ]
     rows = retrieval.figures("nlu", draws)
-    assert [row.baseline for row in rows] == ["", "bm25"] * 3
+    assert [row.baseline for row in rows] == ["", "bm25"] * 6
     assert rows[0].name == "nlu, gold ones among the 5 best examples, bm25"
     assert rows[1].name == "nlu, gold ones among the 5 best examples, bm25:stem; +15.0 points, standard error 5.0"
     assert rows[1].ratio == pytest.approx(0.55 / 0.4) and rows[1].notes["difference"] == pytest.approx(0.15)
@@ -92,7 +93,7 @@ def test_a_run_writes_where_it_is_told_to(data: Path, tmp_path: Path, capsys: py
     out = tmp_path / "found.json"
     assert retrieval.main(arguments(data, "--out", out)) == 0
     record = json.loads(out.read_text())
-    assert len(record["figures"]) == 2 * 3 * 4 and record["settings"]["draws"] == 2
+    assert len(record["figures"]) == 2 * 6 * 4 and record["settings"]["draws"] == 2
     shown = capsys.readouterr().out
     assert "| nlu, pools of 400 tokens, gold ones found in 30% of the blocks, bm25:stem+stop_words; " in shown
     assert retrieval.main(arguments(data, "--labels", 2, "--retrievers", "all")) == 0

@@ -233,6 +233,8 @@ QUALITY = (
         (ShownRow("banking77, pools of 4000 tokens, DBSA 30%, pattern self"),),
     ),
     FileSummary("quality_dbsa_ablations_smollm2", "DBSA with one thing changed, SmolLM2-135M-Instruct"),
+    FileSummary("quality_block_scores", "Blocks scored by their best demonstration, embedded model"),
+    FileSummary("quality_block_scores_smollm2", "Blocks scored by their best demonstration, SmolLM2-135M-Instruct"),
     FileSummary("retrieval", "What retrievers find in real demonstrations"),
     FileSummary(
         "quality_dbsa_smollm2",

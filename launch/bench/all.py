@@ -35,6 +35,7 @@ SIXTEEN = ("--layers", "16", "--levels", "middle", "--engine-batch", "1", "8")
 QUARTER = ("--tokens", "262144", "--dense-tokens", "131072")
 """A prompt of a quarter of a million tokens costs each of its later parts what a million's parts cost."""
 CAPTURED = ("double_p", "--device", "cpu", "--texts", "4")
+SCORED_SETS = ("banking77", "nlu", "clinc150", "trec_fine")
 HALF = '{"dtype":"float16","disable_cuda_graph":true}'
 DELAYED = "--enable-prefill-delayer --prefill-delayer-queue-min-ratio 0.25 --prefill-delayer-max-delay-ms 100"
 """SGLang's flags with which a prefill waits until it has a quarter as many requests as decode, but 0.1 s at most."""
@@ -180,6 +181,20 @@ BENCHMARKS = (
         ("quality", "--suite", "dbsa", "--methods", "dbsa-30", "ablations", "--sets", "banking77")
         + ("--pool-tokens", "2000", "4000", "--queries", "20"),
         "quality_dbsa_ablations_smollm2.json",
+        needs=("data", "model"),
+    ),
+    Benchmark(
+        "quality-block-scores",
+        ("quality", "--suite", "dbsa", "--methods", "scores", "--sets", *SCORED_SETS, "--pool-tokens", "4000")
+        + ("--queries", "40"),
+        "quality_block_scores.json",
+        needs=("data",),
+    ),
+    Benchmark(
+        "quality-block-scores-smollm2",
+        ("quality", "--suite", "dbsa", "--methods", "dbsa-30", "block-score-text", "dbsa-example")
+        + ("--sets", *SCORED_SETS, "--pool-tokens", "4000", "--queries", "20"),
+        "quality_block_scores_smollm2.json",
         needs=("data", "model"),
     ),
     Benchmark(

@@ -23,9 +23,6 @@ from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.serving.pool import Definition
 from sglang_ext.types import JsonObject, Options
 
-PROBABILITIES = "label_probs"
-"""Where an answer says each label's share, and the option of a request that asks for it."""
-
 SCORED_AT_ONCE = 256  # tokens of labels in one scoring request: others are scheduled between two
 
 

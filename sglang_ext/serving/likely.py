@@ -19,7 +19,6 @@ from sglang_ext.serving.label_search import COMPUTED_AT_ONCE, Search, SearchPass
 from sglang_ext.serving.label_tree import LabelTokens
 from sglang_ext.serving.labels import (
     ASKED,
-    PROBABILITIES,
     SCORED_AT_ONCE,
     ClientGone,
     Prompt,
@@ -160,7 +159,7 @@ class Labels:
             async with self._service.scoring:
                 state = await self._service.channel.ask("state")
                 probs = await label_probabilities(manager, labels, self._tokens, prompt, state)
-            said[PROBABILITIES] = probs
+            said["label_probs"] = probs
             if not params.get("temperature"):
                 labels = (max(probs, key=probs.__getitem__),)  # what is constrained is this one, and not the greedy one
         elif self._tokens is not None:

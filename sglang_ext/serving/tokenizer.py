@@ -26,7 +26,7 @@ from sglang_ext.serving.access import check_explain, check_reading, may_read
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.explain import explained, used
 from sglang_ext.serving.grammar import Ending
-from sglang_ext.serving.labels import ASKED, PROBABILITIES, AskedLabels, Prompt
+from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt
 from sglang_ext.serving.layout import Layout
 from sglang_ext.serving.likely import Labels, Whole, shows_tokens
 from sglang_ext.serving.pool import Version
@@ -72,12 +72,9 @@ class Lease:
         return [*self.layout.tokens_of(self.row.prefix), *self.own]
 
     def said(self, complete: bool) -> JsonObject:
-        """What an answer says of the pool; what may be long, its end alone says: it would go out with every token."""
-        if not complete:
-            return {name: value for name, value in self.meta.items() if name != PROBABILITIES}
-        if not self.options.explain:
-            return dict(self.meta)
-        return self.meta | {"selection": explained(self.version, self.layout, self.selection)}
+        """What an answer says of the pool; only its end explains, for texts would go out with every token."""
+        explains = self.options.explain and complete
+        return self.meta | ({"selection": explained(self.version, self.layout, self.selection)} if explains else {})
 
 
 def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwargs: Passed) -> None:

@@ -30,7 +30,7 @@ class ServerSettings:
             stored answers of its own. It is read again on SIGHUP. Needs --admin-api-key or --api-key for the operator.
         open_conversations: any client may continue or replace a conversation whose name it knows; else it needs the
             `conversation_key` that the first turn returned.
-        pool_metrics: /metrics names pools; else it counts all of them together.
+        pool_metrics: /metrics names pools, deleted ones too until the server ends; else it counts all together.
         strict_pool_dir: a damaged file in the pool directory stops the start; else it is set aside and reported.
         pool_scan_seconds: the pool directory is shared by several servers, each of which looks in it for changes of the
             others at this interval, in seconds; left out, it is this server's own.

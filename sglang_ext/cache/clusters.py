@@ -3,8 +3,9 @@
 A run is tokens that were clustered together. It belongs to the node that holds its last token, because whoever has that
 node in its prefix has all tokens of the run. Where a node is cut inside a run, the tail keeps the run and the head gets
 it up to the cut: of its clusters, those wholly before the cut serve there. They are what remains when the tail goes.
-Clusters are spread over the whole run, so a cut goes through most of them: where that makes much exact, who finds a run
-cut clusters what is there of it anew (`Clustering.anew`), and gives it to the head (`ClusterStore.add`).
+Clusters are spread over the whole run, so a cut goes through most of them. If many tokens are then in no whole cluster,
+and would be attended to exactly, the request that finds the cut run clusters its remaining tokens anew
+(`Clustering.anew`), and gives the new run to the head (`ClusterStore.add`).
 
 A run knows its tokens by their order, not by their slots: the same tokens may come to lie in other slots (when two
 requests computed them at once, one of the copies is freed), and their summaries stay what they are. What lists slots

@@ -34,8 +34,8 @@ class Conversation:
         last: the last token of the answer, which the next turn begins with; None when there was no answer.
         options: `custom_params` of the first turn.
         state: the policy's.
-        whole: all tokens of a stream without a name, the last one of the answer, which is not computed or computed once
-            too early, included; None where there is a name.
+        whole: of a stream without a name, all tokens of its prompt and its answer. The last one is among them, although
+            its keys and values must not be reused: it was not computed, or once too early. None where there is a name.
         key: SGLang's `extra_key` of the request, which those that go on must share.
         secret: the `conversation_key` of the turns; None for a stream without a name, and where no key is asked for.
     """

@@ -218,9 +218,9 @@ def around_decide_request_auth(original: Callable[..., Passed], **request: Passe
 
 
 def around_add_api_key_middleware(original: Callable[..., None], app: fastapi.FastAPI, **keys: Passed) -> None:
-    """AROUND add_api_key_middleware: it knows no tenants' keys, so where there are some, `CallerMiddleware` is alone.
+    """AROUND add_api_key_middleware: SGLang's check knows no tenants' keys, so a server with tenants goes without it.
 
-    That asks by SGLang's own rule, too.
+    `CallerMiddleware` then does all of the checking, by SGLang's rule where no tenant's key is sent.
     """
     if not getattr(app.state, _HAS_TENANTS, False):
         original(app, **keys)

@@ -27,7 +27,7 @@ from sglang_ext.serving.pool import Version
 
 WAIT_FOR_ROOM_SECONDS = 120
 ENCODING = f"{INTERNAL}encode-"
-IDLE_CHUNKS = 4  # of one encoding request while no client waits: between two requests the GPU has nothing to do
+IDLE_CHUNKS = 4  # in one encoding request while no client waits: longer requests leave fewer gaps without work
 ENCODE_TRIALS = 8  # of a new version, each time the cache is emptied between two requests of its encoding
 
 

@@ -1,8 +1,8 @@
 """The tree of labels' tokens, and rows of branches that compute it. Pure functions, no server.
 
 A row of branches (`cache.rows.Row.own`) holds the tree in depth-first order. A branch is a run of the tree without a
-fork. It begins with the token before it, once more: its log-probabilities are then those of each next token in the row,
-which is what SGLang gives of any prompt. So a branch that forks leaves its last token to those that follow it.
+fork. Its first column repeats the token before it, because SGLang gives the log-probability of each token of a prompt
+with the column before it. So the last token of a branch that forks stands only at the beginning of each branch below.
 """
 
 from __future__ import annotations

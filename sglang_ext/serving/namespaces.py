@@ -12,7 +12,7 @@ from sglang_ext.types import Json
 def join_salt(request: RequestInput) -> None:
     """Have `cache_salt` be the beginning of `extra_key`, as SGLang has it before 0.5.18: both part what is cached."""
     salt = getattr(request, "cache_salt", None)
-    if salt is None or salt is False:  # as of other fields: what a chat says of one that it does not have
+    if salt is None or salt is False:  # SGLang's chat route sets False where a client left the field out
         return
     if not isinstance(salt, str):
         raise ValueError(f"cache_salt={reprlib.repr(salt)}: expected a string")

@@ -30,7 +30,7 @@ from sglang_ext.systems.registry import systems
 from sglang_ext.types import Json, JsonObject, Options
 
 Define = Callable[[int], tuple[Definition, bool]]
-"""From the most tokens that may be counted to (what a pool is to hold, whether who asked waits for it)."""
+"""Takes the tokens beyond which a pool is refused; gives (its definition, whether the client waits for it)."""
 
 
 class PoolService:

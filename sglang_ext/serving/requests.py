@@ -1,10 +1,10 @@
 """What a generation request may say, looked at once, before anything of it reaches the schedulers.
 
 Every route and `Engine.generate` end in `TokenizerManager.generate_request` with SGLang's `GenerateReqInput`: `check`
-looks at all of it there. When a prompt is tokenized, `check_ids` looks at its ids, if the request did not send these
-itself, and `check_tokens` at what it asks of so many tokens. SGLang's schedulers trust what they are sent: a wrong type
-does not decode, a token id outside the vocabulary or a number that a tensor cannot hold raises in the middle of a
-batch, and each of these ends the server for everybody.
+looks at all of it there. When a prompt is tokenized, `check_ids` looks at token ids that did not come with the request,
+and `check_tokens` at the limits that depend on the prompt's length. SGLang's schedulers trust what they are sent: a
+wrong type does not decode, a token id outside the vocabulary or a number that a tensor cannot hold raises in the middle
+of a batch, and each of these ends the server for everybody.
 
 Types are SGLang's own annotations, so that a field which a later version adds is known with its type. Only fields in
 `SERVED` may be set: the others are SGLang's own (addresses of its processes, what other servers computed) or belong to

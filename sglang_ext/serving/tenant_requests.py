@@ -44,7 +44,7 @@ async def _counted(
         leave = service.quota.enter(answers)
     except PoolError as error:
         service.usage.refused()
-        # A stream of SGLang's ends with the abort of its request, under ids that may be somebody else's.
+        # When a stream ends, SGLang aborts the ids in `obj`. They may be another client's: this request was refused.
         obj.is_single, obj.rid = False, []
         if request is None or in_answer(obj, request):
             raise

@@ -176,13 +176,14 @@ class Bench:
             seconds that indexing took).
         """
         from sglang_ext.retrievers import registry
-        from sglang_ext.retrievers.selection import block_scores, budget, select
+        from sglang_ext.retrievers.selection import block_scores, budget, select, starts_of
 
         begin = time.perf_counter()
         built = registry.get(retriever).build(texts)
         indexing = time.perf_counter() - begin
         chosen = budget(self.ratio, None, total=len(sizes), sinks=sinks)
-        return lambda query: select(block_scores(built.score(query), sizes), chosen, sinks, "pool"), indexing
+        starts = starts_of(sizes)
+        return lambda query: select(block_scores(built.score(query), starts), chosen, sinks, "pool"), indexing
 
     def ret_icl_by_example(self, retriever: str = "bm25") -> MethodRow:
         """The best demonstrations by `retriever` as a dense prompt, prefilled anew for each question.

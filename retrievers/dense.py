@@ -15,6 +15,8 @@ from sglang_ext.retrievers.base import Scores, check_query, check_texts
 from sglang_ext.retrievers.passages import passages
 
 MODEL_VARIABLE = "SGLANG_EXT_DENSE_MODEL"
+AT_ONCE = 32
+"""Texts of a pool that are embedded before a question's turn comes."""
 ENCODING = threading.Lock()
 """Whoever has a model encode: pools are indexed in one thread and asked in another, and its tokenizer serves one."""
 
@@ -69,10 +71,13 @@ class Dense:
         texts = check_texts(texts)
         if encoder is None:
             encoder = _load(model or cls.default_model or _model_from_environment())
-        with ENCODING:
-            cut = [_fitting(text, encoder) for text in texts]
-            embeddings = _embed(encoder, [part for parts in cut for part in parts])
-        return cls(encoder, embeddings, np.cumsum([0] + [len(parts) for parts in cut[:-1]]))
+        cut, embeddings = list[list[str]](), list[NDArray[np.float64]]()
+        for first in range(0, len(texts), AT_ONCE):
+            with ENCODING:
+                few = [_fitting(text, encoder) for text in texts[first : first + AT_ONCE]]
+                embeddings.append(_embed(encoder, [part for parts in few for part in parts]))
+            cut += few
+        return cls(encoder, np.concatenate(embeddings), np.cumsum([0] + [len(parts) for parts in cut[:-1]]))
 
     def score(self, query: str) -> Scores:
         """Cosine of the best pair of passages: float64 [num_texts]. An all-zero embedding scores 0."""

@@ -7,6 +7,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from numbers import Integral, Real
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_ext.retrievers.base import Scores
 from sglang_ext.retrievers.ordering import arrange, by_relevance
@@ -125,21 +126,28 @@ def select_examples(
     return list(zip(blocks.tolist(), (chosen - starts[blocks]).tolist(), strict=True))
 
 
-def block_scores(scores: Scores | Sequence[float], block_sizes: Sequence[int]) -> Scores:
+def starts_of(block_sizes: Sequence[int]) -> NDArray[np.intp]:
+    """The number of each block's first demonstration, [blocks]; ValueError: a size that is not a positive integer."""
+    return np.cumsum([0, *_check_sizes(block_sizes)[:-1]], dtype=np.intp)
+
+
+def block_scores(scores: Scores | Sequence[float], starts: NDArray[np.intp]) -> Scores:
     """How relevant blocks are, by their demonstrations: each block as its most relevant one.
 
     Args:
         scores: float [demonstrations], higher is better, those of block 0 first.
-        block_sizes: demonstrations in each block.
+        starts: [blocks], from `starts_of`.
     Returns:
         float64 [blocks].
     Raises:
-        ValueError: a block size that is not a positive integer, or sizes that do not add up to the number of scores.
+        ValueError: there are fewer scores than demonstrations.
     """
-    sizes, scores = _check_sizes(block_sizes), np.asarray(scores, dtype=np.float64)
-    if len(scores) != sum(sizes):
-        raise ValueError(f"got {len(scores)} scores for blocks of {sum(sizes)} demonstrations; expected one score each")
-    best: Scores = np.maximum.reduceat(scores, np.cumsum([0, *sizes[:-1]]))
+    scores = np.asarray(scores, dtype=np.float64)
+    if len(scores) <= starts[-1]:
+        raise ValueError(
+            f"got {len(scores)} scores, the last block begins at {starts[-1]}; expected one for each of all"
+        )
+    best: Scores = np.maximum.reduceat(scores, starts)
     return best
 
 

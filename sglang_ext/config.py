@@ -302,8 +302,9 @@ class RequestOptions:
 
     @property
     def scores_blocks(self) -> bool:
-        """Whether the retriever compares the question with whole blocks, and not with single demonstrations."""
-        return self.granularity == "block" and self.block_score == "text"
+        """Whether the retriever scores whole blocks, and not single demonstrations: one that reads no text, always."""
+        reads_no_text = self.retriever.partition(":")[0] in ("random", "all")
+        return self.granularity == "block" and (self.block_score == "text" or reads_no_text)
 
     @property
     def labelled(self) -> bool:

@@ -31,7 +31,7 @@ class Tiling:
 
     Attributes:
         side: layers whose key-value heads stand side by side: as many as make eight heads or more.
-        times: how often each query head stands in its group: as often as makes groups of at most four.
+        times: how often each query head stands in its group: as often as makes groups of at most four, or once.
         rows: rows that one text gives.
     """
 

@@ -30,7 +30,7 @@ from sglang_ext.launch.demo_data import DemoTask
 from sglang_ext.launch.reference.corpus import read_rows
 from sglang_ext.retrievers.grouping import group
 from sglang_ext.retrievers.registry import get
-from sglang_ext.retrievers.selection import block_scores, budget, select
+from sglang_ext.retrievers.selection import block_scores, budget, select, starts_of
 
 if TYPE_CHECKING:
     from sglang_ext.names import Tokenizer
@@ -84,7 +84,7 @@ def gold_shares(
     lengths = [len(ids) for ids in tokenizer(examples, add_special_tokens=False)["input_ids"]]
     groups = group(examples, lengths, block_size, options.grouping, options.seed)
     blocks = [options.separator.join(examples[at] for at in members) for members in groups]
-    numbers, sizes = [at for members in groups for at in members], [len(members) for members in groups]
+    numbers, starts = [at for members in groups for at in members], starts_of([len(members) for members in groups])
     sinks = min(options.sink_blocks, len(blocks))
     few = budget(DEFAULT_RATIO, total=len(examples), sinks=0)
     few_blocks = budget(DEFAULT_RATIO, total=len(blocks), sinks=sinks)
@@ -98,7 +98,7 @@ def gold_shares(
             nearest = select(scores, min(NEAREST, len(examples)), 0)
             own = [len(gold.intersection(nearest)) / len(nearest)]
             own.append(len(gold.intersection(select(scores, few, 0))) / len(gold))
-            of_blocks = (block_scores([scores[at] for at in numbers], sizes), by_block.score(query["input"]))
+            of_blocks = (block_scores(scores[numbers], starts), by_block.score(query["input"]))
             for each in of_blocks:
                 read = {at for block in select(each, few_blocks, sinks) for at in groups[block]}
                 own += [len(gold & read) / len(gold), len(read.intersection(nearest)) / len(nearest)]

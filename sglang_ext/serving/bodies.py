@@ -52,10 +52,9 @@ class BodyLimit:
 
     def limit(self, path: str) -> tuple[int, str]:
         """(bytes that the body of a request to `path` may have, the flag that says so)."""
-        asks = (
-            path.endswith("/select") and path.count("/") == 4
-        )  # /v1/pools/{name}/select holds a question, and no pool
-        if path.startswith("/v1/pools") and not asks:
+        parts = path.split("/")
+        question = len(parts) == 5 and parts[4] == "select"  # /v1/pools/{name}/select holds no pool
+        if path.startswith("/v1/pools") and not question:
             return self.settings.max_pool_mb * MIB, f"--max-pool-mb {self.settings.max_pool_mb}"
         return self.settings.max_request_mb * MIB, f"--max-request-mb {self.settings.max_request_mb}"
 

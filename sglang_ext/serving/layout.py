@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_ext.cache.rows import Piece
 from sglang_ext.config import PoolOptions, check_text
 from sglang_ext.names import Tokenizer
 from sglang_ext.policies.dbsa import block_identities
 from sglang_ext.retrievers.grouping import group
+from sglang_ext.retrievers.selection import starts_of
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.types import Json, Options
 
@@ -155,6 +159,16 @@ class Layout:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(block.token_ids) for block in self.blocks)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Demonstrations of each block."""
+        return tuple(len(block.demonstrations) for block in self.blocks)
+
+    @cached_property
+    def starts(self) -> NDArray[np.intp]:
+        """The number of each block's first demonstration, [blocks]."""
+        return starts_of(self.sizes)
 
     @cached_property
     def whole(self) -> tuple[Piece, ...]:

@@ -113,6 +113,9 @@ async def _reserved(
                 if not getattr(obj, "stream", False):
                     free()  # the routes take the one answer and drop this generator, whose `finally` comes some time
                 yield out
+        if getattr(obj, "stream", False):
+            # SGLang aborts the ids in `obj` two seconds after a stream, when they may be another request's.
+            obj.is_single, obj.rid = False, []
     finally:
         free()
 

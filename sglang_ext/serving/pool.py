@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_ext.cache.rows import POOL_OWNER
 from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.retrievers import registry
@@ -73,6 +76,11 @@ class Definition:
     def live(self) -> list[Demonstration]:
         """Demonstrations that were not deleted."""
         return [item for id, item in self.demonstrations.items() if id not in self.deleted]
+
+    @cached_property
+    def gone(self) -> NDArray[np.bool_]:
+        """[demonstrations] whether each was deleted, in the order of the blocks."""
+        return np.array([id in self.deleted for group in self.groups for id in group], dtype=np.bool_)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -187,7 +195,8 @@ class Version:
             base: a version that this one extends: its retriever is extended, where there is one that can be.
         """
         key = (options.retriever, options.scores_blocks)
-        if key not in self._retrievers:
+        found = self._retrievers.get(key)
+        if found is None:
             definition = self.definition
             before = base._retrievers.get(key) if base is not None and definition.extends(base.definition) else None
             extended = getattr(before, "extended", None)
@@ -197,9 +206,11 @@ class Version:
             if options.scores_blocks:
                 texts = [definition.block_text(group) for group in groups]
             else:
-                texts = [definition.example_text(id) for group in groups for id in group]
-            others = [each for each in self._retrievers if each != DEFAULT_RETRIEVER]
-            while len(others) >= MAX_RETRIEVERS:  # clients choose the names: "random:1", "random:2", ...
-                self._retrievers.pop(others.pop(0))
-            self._retrievers[key] = extended(texts) if extended else registry.get(options.retriever).build(texts)
-        return self._retrievers[key]
+                ids = (id for group in groups for id in group)
+                texts = ["" if id in definition.deleted else definition.example_text(id) for id in ids]
+            found = extended(texts) if extended else registry.get(options.retriever).build(texts)
+            others = [each for each in list(self._retrievers) if each != DEFAULT_RETRIEVER]
+            while key != DEFAULT_RETRIEVER and len(others) >= MAX_RETRIEVERS:
+                self._retrievers.pop(others.pop(0), None)  # clients choose the names: "random:1", "random:2", ...
+            self._retrievers[key] = found
+        return found

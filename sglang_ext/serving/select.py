@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import reprlib
 from dataclasses import dataclass
 
@@ -82,8 +81,7 @@ def _blocks(
     m = budget(_ratio(options), options.blocks, total=total, sinks=version.sinks)
     scores = version.retriever(options).score(_text(query, options))
     if not options.scores_blocks:
-        sizes = [len(block.demonstrations) for block in layout.blocks]
-        scores = block_scores(_of_live(scores, version, layout), sizes)
+        scores = block_scores(_of_live(scores, version), layout.starts)
     blocks = select(scores, m, version.sinks, options.order)
     return blocks, tuple(float(scores[number]) for number in blocks)
 
@@ -92,9 +90,9 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
     if options.block_ids is not None:
         raise ValueError("block_ids with granularity 'example': name blocks, or let a retriever choose examples")
     deleted = version.definition.deleted
-    sizes = [len(block.demonstrations) for block in layout.blocks]
+    sizes = layout.sizes
     m = example_budget(_ratio(options), options.blocks, block_sizes=sizes, sinks=version.sinks)
-    scores = _of_live(version.retriever(options).score(_text(query, options)), version, layout)
+    scores = _of_live(version.retriever(options).score(_text(query, options)), version)
     chosen = [
         (number, at)
         for number, at in select_examples(scores, sizes, m, version.sinks, options.order)
@@ -113,22 +111,20 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
         else:
             pieces.append(Piece(block.key, start, end))
     blocks = tuple(dict.fromkeys(number for number, _ in chosen))
-    before = list(itertools.accumulate(sizes, initial=0))  # demonstrations in front of each block
     return BlockSelection(
         tuple(pieces),
         blocks,
         tuple(layout.blocks[number].demonstrations[at] for number, at in chosen),
-        tuple(float(scores[before[number] + at]) for number, at in chosen),
+        tuple(float(scores[layout.starts[number] + at]) for number, at in chosen),
     )
 
 
-def _of_live(scores: Scores, version: Version, layout: Layout) -> Scores:
+def _of_live(scores: Scores, version: Version) -> Scores:
     """Scores of demonstrations; those of deleted ones lie below all others."""
-    deleted = version.definition.deleted
-    if not deleted:
+    if not version.definition.deleted:
         return scores
     scores = scores.copy()
-    scores[[id in deleted for block in layout.blocks for id in block.demonstrations]] = scores.min() - 1.0
+    scores[version.definition.gone] = scores.min() - 1.0
     return scores
 
 

@@ -239,6 +239,15 @@ def test_an_id_of_a_batch_is_taken_until_all_of_it_is_answered(server: Server) -
         assert server.call("POST", "/generate", json=alone).status_code == 200
 
 
+def test_the_end_of_a_stream_aborts_nobody(server: Server) -> None:
+    """Two seconds after a stream SGLang aborts its id, which may be another request's by then."""
+    few, many = ({"max_new_tokens": tokens, "ignore_eos": True} for tokens in (2, 900))
+    for _ in range(3):
+        list(server.stream({"text": TEXT, "rid": "again", "sampling_params": few}))
+        answer = server.json("POST", "/generate", json={"text": TEXT, "rid": "again", "sampling_params": many})
+        assert answer["meta_info"]["finish_reason"]["type"] == "length", answer["meta_info"]
+
+
 # ---- custom_params on every route ----
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.retrievers.ordering import ORDERS, arrange
-from sglang_ext.retrievers.selection import block_scores, budget, example_budget, select, select_examples
+from sglang_ext.retrievers.selection import block_scores, budget, example_budget, select, select_examples, starts_of
 
 
 @pytest.mark.parametrize(
@@ -184,15 +184,15 @@ def test_select_examples() -> None:
 def test_a_block_is_as_relevant_as_its_best_demonstration(seed: int) -> None:
     rng = random.Random(seed)
     blocks = [[rng.choice([-1.5, 0.0, 2.0, rng.random()]) for _ in range(rng.randint(1, 6))] for _ in range(7)]
-    scores = block_scores([score for block in blocks for score in block], [len(block) for block in blocks])
+    scores = block_scores([score for block in blocks for score in block], starts_of([len(block) for block in blocks]))
     assert scores.tolist() == [max(block) for block in blocks]
 
 
 def test_block_scores_refuse_sizes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="got 4 scores for blocks of 5 demonstrations"):
-        block_scores([1.0] * 4, [2, 3])
+    with pytest.raises(ValueError, match="got 2 scores, the last block begins at 2"):
+        block_scores([1.0] * 2, starts_of([2, 3]))
     with pytest.raises(ValueError, match="block_sizes is"):
-        block_scores([1.0] * 2, [2, 0])
+        starts_of([2, 0])
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -33,11 +33,13 @@ def pool() -> tuple[Version, Layout]:
 def test_a_block_is_as_relevant_as_its_best_live_demonstration(pool: tuple[Version, Layout]) -> None:
     version, layout = pool
     texts = [version.definition.example_text(id) for block in layout.blocks for id in block.demonstrations]
+    texts[2] = ""  # it was deleted
     single = registry.get("bm25").build(texts).score("wine card").tolist()
     found = select_pieces(version, layout, RequestOptions("pool", ratio=1.0, order="pool"), "wine card")
-    least = min(single) - 1  # the deleted one, which has the word
-    best = [max(single[0:2]), max(least, single[3]), max(single[4:6]), max(single[6:8])]
-    assert found.scores == pytest.approx(best) and single[2] > single[3]
+    best = [max(single[0:2]), single[3], max(single[4:6]), max(single[6:8])]
+    assert found.scores == pytest.approx(best) and len(set(best)) > 2
+    alone = select_pieces(version, layout, RequestOptions("pool", ratio=1.0, granularity="example"), "wine card")
+    assert len(alone.demonstrations or ()) == len(INPUTS) - 1
     texts = [version.definition.block_text(block.demonstrations) for block in layout.blocks]
     whole = registry.get("bm25").build(texts).score("wine card").tolist()
     found = select_pieces(version, layout, RequestOptions("pool", ratio=1.0, block_score="text"), "wine card")
@@ -73,3 +75,11 @@ def test_many_retrievers_do_not_drive_the_default_one_out(pool: tuple[Version, L
     assert version.retriever(RequestOptions("pool")) is kept and len(version._retrievers) == MAX_RETRIEVERS + 1
     assert version.has_retriever(RequestOptions("pool", retriever=f"random:{3 * MAX_RETRIEVERS - 1}"))
     assert not version.has_retriever(RequestOptions("pool", retriever="random:0"))
+
+
+@pytest.mark.parametrize("retriever", ["random", "random:7", "all"])
+def test_what_reads_no_text_scores_blocks(pool: tuple[Version, Layout], retriever: str) -> None:
+    """The best of many random numbers is larger than that of few: short blocks would be chosen less often."""
+    version, _ = pool
+    assert version.retriever(RequestOptions("pool", retriever=retriever)).num_texts == 4
+    assert version.retriever(RequestOptions("pool", retriever=retriever, granularity="example")).num_texts == 8

@@ -227,14 +227,10 @@ QUALITY = (
             ShownRow("banking77, pools of 4000 tokens, DBSA by example"),
         ),
     ),
-    FileSummary(
-        "quality_dbsa_ablations",
-        "DBSA with one thing changed, embedded model",
-        (ShownRow("banking77, pools of 4000 tokens, DBSA 30%, pattern self"),),
-    ),
+    FileSummary("quality_dbsa_ablations", "DBSA with one thing changed, embedded model"),
     FileSummary("quality_dbsa_ablations_smollm2", "DBSA with one thing changed, SmolLM2-135M-Instruct"),
-    FileSummary("quality_block_scores", "Blocks scored by their best demonstration, embedded model"),
-    FileSummary("quality_block_scores_smollm2", "Blocks scored by their best demonstration, SmolLM2-135M-Instruct"),
+    FileSummary("quality_block_scores", "How blocks are scored, embedded model"),
+    FileSummary("quality_block_scores_smollm2", "How blocks are scored, SmolLM2-135M-Instruct"),
     FileSummary("retrieval", "What retrievers find in real demonstrations"),
     FileSummary(
         "quality_dbsa_smollm2",

@@ -228,13 +228,13 @@ QUALITY = (
         ),
     ),
     FileSummary("quality_dbsa_ablations", "DBSA with one thing changed, embedded model"),
-    FileSummary("quality_dbsa_ablations_smollm2", "DBSA with one thing changed, SmolLM2-135M-Instruct"),
+    FileSummary("quality_dbsa_ablations_smollm2", "DBSA with one thing changed, SmolLM2-135M"),
     FileSummary("quality_block_scores", "How blocks are scored, embedded model"),
-    FileSummary("quality_block_scores_smollm2", "How blocks are scored, SmolLM2-135M-Instruct"),
+    FileSummary("quality_block_scores_smollm2", "How blocks are scored, SmolLM2-135M"),
     FileSummary("retrieval", "What retrievers find in real demonstrations"),
     FileSummary(
         "quality_dbsa_smollm2",
-        "DBSA beside Fixed ICL and RetICL, SmolLM2-135M-Instruct",
+        "DBSA beside Fixed ICL and RetICL, SmolLM2-135M",
         (
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, RetICL by example"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, DBSA 30%"),
@@ -274,7 +274,7 @@ QUALITY = (
         "Attention that Double-P and others recover",
         (ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Double-P (0.95, 0.7)"),),
     ),
-    FileSummary("double_p_recovered_smollm2", "Attention that is recovered, SmolLM2-135M-Instruct"),
+    FileSummary("double_p_recovered_smollm2", "Attention that is recovered, SmolLM2-135M"),
     FileSummary(
         "double_p_errors",
         "Where Double-P's centroids err, embedded model",

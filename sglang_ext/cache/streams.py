@@ -113,11 +113,9 @@ class StreamCache(TreelessCache):
             turn: Conversation | None = carried.sent_turn(req)
             name = options["conversation"]
             if turn is None or self.conversations.get(name_of(options)) is not turn:
-                why = (
-                    f"conversation {name!r} cannot be continued: this server never had it, has dropped it to make room,"
-                )
-                why += " is still answering its last turn, or conversation_key is another; send the whole conversation"
-                why += " without continue (behind a router, under a new name: another server may still have this one)"
+                why = f"conversation {name!r} cannot be continued: this server never had it, gave it up for others, is"
+                why += " still answering its last turn, or conversation_key is another; send it whole, without continue"
+                why += " (behind a router, under a new name: another server may still have this one)"
                 compat.abort_unscheduled(req, why, 400)
             elif self._settings(options) != (began := self._settings(turn.options)):
                 compat.abort_unscheduled(req, f"conversation {name!r} began with the options {began}: keep them", 400)

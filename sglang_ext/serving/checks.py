@@ -113,7 +113,7 @@ def refusals(server_args: ServerArgs) -> list[str]:
     if compat.preempts(server_args) and (streams or not compat.REQUEUES_PREEMPTED):
         why = "a turn of a conversation that gives way could not go on"
         if not streams:
-            why = "this version of SGLang loses a preempted request if the one that preempted it then does not fit"
+            why = "this version of SGLang loses a request that gave way if the one it gave way to then does not fit"
         problems.append(
             f"enable_priority_scheduling without disable_priority_preemption is not supported with --attention-backend"
             f" {server_args.attention_backend}: set --disable-priority-preemption, too: {why}"

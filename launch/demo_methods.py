@@ -167,12 +167,12 @@ class Bench:
 
         Args:
             texts: of the pool's demonstrations, in its order.
-            sizes: how many of them each thing has that is selected, which is as relevant as its best one.
-            sinks: of the first things, which every question gets.
+            sizes: demonstrations of each candidate: 1, or those of a block, which is as relevant as its best one.
+            sinks: how many of the first candidates every question gets.
             retriever: with which, by its name in the registry.
 
         Returns:
-            (what gives the numbers of the things that a question gets, the best `ratio` of them in the pool's order;
+            (what gives the numbers of a question's candidates, the best `ratio` of all in the pool's order; the
             seconds that indexing took).
         """
         from sglang_ext.retrievers import registry

@@ -19,6 +19,15 @@ SLOW = ("dense",)
 """Those that run a model for each query: whoever must not wait asks them in a thread."""
 
 
+TEXTLESS = ("random", "all")
+"""Those that give their scores whatever the texts are."""
+
+
+def reads_text(name: str) -> bool:
+    """Whether the scores of the retriever of that name depend on texts."""
+    return name.partition(":")[0] not in TEXTLESS
+
+
 def is_slow(name: str) -> bool:
     """Whether the retriever of that name takes more than a moment for a short query."""
     return name.partition(":")[0] in SLOW

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from sglang_ext.policies.clustering import CHOICES
 from sglang_ext.policies.dbsa import PATTERNS, POSITIONS, BlockSparse
-from sglang_ext.retrievers.registry import RETRIEVERS
+from sglang_ext.retrievers.registry import RETRIEVERS, reads_text
 from sglang_ext.types import JsonObject, Options
 
 ATTENTION_BACKEND = "dbsa"
@@ -302,9 +302,8 @@ class RequestOptions:
 
     @property
     def scores_blocks(self) -> bool:
-        """Whether the retriever scores whole blocks, and not single demonstrations: one that reads no text, always."""
-        reads_no_text = self.retriever.partition(":")[0] in ("random", "all")
-        return self.granularity == "block" and (self.block_score == "text" or reads_no_text)
+        """Whether the retriever scores whole blocks, not single demonstrations. One that reads no text always does."""
+        return self.granularity == "block" and (self.block_score == "text" or not reads_text(self.retriever))
 
     @property
     def labelled(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sglang_ext.config import GROUPINGS, ORDERS, PoolOptions
 from sglang_ext.launch.bench._draws import ANALYZED
@@ -51,20 +52,15 @@ MAIN: Mapping[str, DrawnMethod] = {
     "fixed": DrawnMethod("Fixed ICL", Bench.fixed_icl, {}),
     "example": DrawnMethod("RetICL by example, 30%", Bench.ret_icl_by_example, {}),
     "block": DrawnMethod("RetICL by block, 30%", Bench.ret_icl_by_block, {}),
-    "dbsa-10": DrawnMethod("DBSA 10%", lambda bench: bench.dbsa(0.1), {}),
+    "dbsa-10": DrawnMethod("DBSA 10%", partial(Bench.dbsa, ratio=0.1), {}),
     "dbsa-30": DrawnMethod("DBSA 30%", Bench.dbsa, {}),
-    "dbsa-100": DrawnMethod("DBSA 100%", lambda bench: bench.dbsa(1.0), {}),
+    "dbsa-100": DrawnMethod("DBSA 100%", partial(Bench.dbsa, ratio=1.0), {}),
     "dbsa-example": DrawnMethod("DBSA by example, 30%", Bench.dbsa, EXAMPLES),
 }
 PLOTTED = ("fixed", "example", "dbsa-example", "dbsa-10", "dbsa-30", "dbsa-100")
 
 
-def _ordered(order: str) -> Callable[[Bench], MethodRow]:
-    return lambda bench: bench.dbsa(order=order)
-
-
-def _cut(bench: Bench) -> MethodRow:
-    return bench.dbsa(granularity="example")
+CUT_OUT = partial(Bench.dbsa, granularity="example")
 
 
 def _ablations() -> dict[str, DrawnMethod]:
@@ -80,11 +76,13 @@ def _ablations() -> dict[str, DrawnMethod]:
     for order in ORDERS:
         if order != "pool":
             words = order.replace("_", " ")
-            found[f"order-{order}"] = DrawnMethod(f"DBSA 30%, blocks from {words}", _ordered(order), {}, AIMED)
+            found[f"order-{order}"] = DrawnMethod(
+                f"DBSA 30%, blocks from {words}", partial(Bench.dbsa, order=order), {}, AIMED
+            )
     found["block-score-text"] = DrawnMethod(
-        "DBSA 30%, blocks scored by their whole texts", lambda bench: bench.dbsa(block_score="text"), {}, AIMED
+        "DBSA 30%, blocks scored by their whole texts", partial(Bench.dbsa, block_score="text"), {}, AIMED
     )
-    found["granularity-example"] = DrawnMethod("DBSA 30%, examples cut out of blocks", _cut, {}, AIMED)
+    found["granularity-example"] = DrawnMethod("DBSA 30%, examples cut out of blocks", CUT_OUT, {}, AIMED)
     return found
 
 
@@ -114,25 +112,16 @@ def _block_sizes() -> dict[str, DrawnMethod]:
     return found
 
 
-CUT: Mapping[str, DrawnMethod] = {
-    "cut-behind-100": DrawnMethod(
-        "DBSA 30%, examples cut out of blocks behind 20 sinks and 100 examples",
-        _cut,
-        {"sink_blocks": 2, "previous_blocks": 10},
-        AIMED,
-    ),
-}
-"""Examples cut out of blocks of 10 with the context of `EXAMPLES`; `granularity-example` has the default's."""
 TENTH: Mapping[str, DrawnMethod] = {
     "example-10": DrawnMethod("RetICL by example, 10%", Bench.ret_icl_by_example, {}, "dbsa-10", ratio=0.1),
-    "cut-10": DrawnMethod("DBSA 10%, examples cut out of blocks", _cut, {}, "dbsa-10", ratio=0.1),
+    "cut-10": DrawnMethod("DBSA 10%, examples cut out of blocks", CUT_OUT, {}, "dbsa-10", ratio=0.1),
     "block-10": DrawnMethod("RetICL by block, 10%", Bench.ret_icl_by_block, {}, "dbsa-10", ratio=0.1),
 }
 """Beside DBSA 10%: examples and blocks, in a dense prompt and in the pool's encoding (DBSA, Table 6)."""
 LABELS: Mapping[str, DrawnMethod] = {
-    "likely": DrawnMethod("DBSA 30%, the most likely label", lambda bench: bench.dbsa(choose="likely"), {}, AIMED),
+    "likely": DrawnMethod("DBSA 30%, the most likely label", partial(Bench.dbsa, choose="likely"), {}, AIMED),
     "label-probs": DrawnMethod(
-        "DBSA 30%, the most likely of all labels scored", lambda bench: bench.dbsa(label_probs=True), {}, AIMED
+        "DBSA 30%, the most likely of all labels scored", partial(Bench.dbsa, label_probs=True), {}, AIMED
     ),
 }
 """DBSA 30% with the most likely label instead of the greedy one."""
@@ -149,6 +138,15 @@ BEYOND: Mapping[str, DrawnMethod] = {
     ),
 }
 ABLATIONS, BLOCK_SIZES = _ablations(), _block_sizes()
+CUT: Mapping[str, DrawnMethod] = {
+    "cut-behind-100": DrawnMethod(
+        "DBSA 30%, examples cut out of blocks behind 20 sinks and 100 examples",
+        CUT_OUT,
+        BLOCK_SIZES["blocks-of-10-behind-100"].pool,
+        AIMED,
+    ),
+}
+"""Examples cut out of blocks of 10 with the context of `EXAMPLES`; `granularity-example` has the default's."""
 RETRIEVED = {name: each for retriever in ANALYZED for name, each in _retrieved(retriever).items()}
 METHODS: Mapping[str, DrawnMethod] = {
     **MAIN,

@@ -51,8 +51,7 @@ def around_generate_request(
     try:
         rids = _check(manager, obj)
     except ValueError as error:
-        # When a stream ends, SGLang aborts the ids in `obj`. They may be another client's: this request was refused.
-        obj.is_single, obj.rid = False, []
+        abort_none(obj)
         if not isinstance(error, PoolError):
             raise
         if request is None or in_answer(obj, request):
@@ -61,6 +60,14 @@ def around_generate_request(
         raise fastapi.HTTPException(error.status_code, error.detail) from error
     answers = noting(original(manager, obj, request), obj)
     return answers if obj.rid is None else _reserved(manager, answers, obj, rids)
+
+
+def abort_none(obj: RequestInput) -> None:
+    """Take away the ids that SGLang aborts two seconds after a stream of this request.
+
+    They may be another client's: this request was refused, or it is answered, and its ids may be used again.
+    """
+    obj.is_single, obj.rid = False, []
 
 
 def in_answer(obj: RequestInput, request: fastapi.Request) -> bool:
@@ -98,7 +105,7 @@ async def _reserved(
     try:
         _refuse_taken(manager, rids)  # another one may have come since these were looked at
     except ValueError:
-        obj.is_single, obj.rid = False, []  # as above
+        abort_none(obj)
         raise
     own = set(rids)
     manager.ext_reserved |= own
@@ -114,8 +121,7 @@ async def _reserved(
                     free()  # the routes take the one answer and drop this generator, whose `finally` comes some time
                 yield out
         if getattr(obj, "stream", False):
-            # SGLang aborts the ids in `obj` two seconds after a stream, when they may be another request's.
-            obj.is_single, obj.rid = False, []
+            abort_none(obj)
     finally:
         free()
 

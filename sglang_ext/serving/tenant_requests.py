@@ -11,7 +11,7 @@ from sglang_ext.names import RequestInput, TokenizerManager
 from sglang_ext.serving.access import tenant_at_hand
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.namespaces import put_into
-from sglang_ext.serving.options import in_answer
+from sglang_ext.serving.options import abort_none, in_answer
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.requests import count_answers
 from sglang_ext.serving.tenancy import pools_of
@@ -44,8 +44,7 @@ async def _counted(
         leave = service.quota.enter(answers)
     except PoolError as error:
         service.usage.refused()
-        # When a stream ends, SGLang aborts the ids in `obj`. They may be another client's: this request was refused.
-        obj.is_single, obj.rid = False, []
+        abort_none(obj)
         if request is None or in_answer(obj, request):
             raise
         # The OpenAI routes answer every ValueError with 400: keep the error's own status.

@@ -25,6 +25,7 @@ SLOW = (
     "e2e/test_bad_requests.py::test_a_long_chat",
     "e2e/test_bad_requests.py::test_a_refused_stream_aborts_nobody[double_p]",
     "e2e/test_bad_requests.py::test_every_field",
+    "e2e/test_bad_requests.py::test_the_end_of_a_stream",
     "e2e/test_beside_encoding.py",
     "e2e/test_cascade.py::test_five_hundred_mixed_requests",
     "e2e/test_cascade_kernels.py",

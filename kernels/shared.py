@@ -13,6 +13,11 @@ def shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device of a tensor in host memory; the host waits for nothing that the device does."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def check_contiguous(tensors: dict[str, torch.Tensor]) -> None:
     """Look at the strides of tensors whose addresses a kernel computes.
 

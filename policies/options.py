@@ -23,6 +23,8 @@ HEADS = ("independent", "homogeneous")
 TAILS = ("drop", "centroid")
 GROUPS = ("union", "mean")
 ESTIMATES = ("int4", "exact")
+MOST_QUERIES = 1 << 30
+"""Between two that count in the scores, at most: kernels count tokens in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Cascade:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
+        if self.score_every > MOST_QUERIES:
+            raise ValueError(f"score_every={self.score_every}: expected at most {MOST_QUERIES}")
         if self.window % self.cascades:
             below = self.window // self.cascades * self.cascades
             raise ValueError(
@@ -282,7 +286,7 @@ class RetroInfer:
     approx: float = 0.232
 
     def __post_init__(self) -> None:
-        if min(self.exact, self.approx) < 0 or self.exact + self.approx > 1:
+        if not (self.exact >= 0 and self.approx >= 0 and self.exact + self.approx <= 1):  # NaN is neither
             raise ValueError(f"exact={self.exact}, approx={self.approx}: expected shares that sum to at most 1")
 
     def budgets(self, clusters: int) -> tuple[int, int]:

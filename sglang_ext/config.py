@@ -258,6 +258,10 @@ class RequestOptions:
         granularity: `block`, or `example` for single demonstrations cut out of their blocks (Table 6).
         block_score: how relevant a block is: `best`, as its most relevant demonstration, or `text`, as its whole text,
             which is what the paper compares.
+        rebase: `false` leaves each selected token at the position at which its block was encoded, and the question
+            follows the highest of them: SGLang's own attention can answer, as if the tokens were a prompt's cached
+            prefix. Else they are seen at consecutive positions from 0, as in the paper (section 2.2), which needs
+            attention of its own.
         constrain: `labels` makes the answer one of the pool's labels: greedily, token by token among their spellings;
             sampled where a temperature is given; with `label_probs` and no temperature, the most likely label.
         choose: `likely` answers with the label whose whole text is the most likely one. The server searches for it in
@@ -278,6 +282,7 @@ class RequestOptions:
     retriever: str = field(default="bm25", metadata={NAMES: tuple(RETRIEVERS)})
     granularity: str = field(default="block", metadata={CHOICES: GRANULARITIES})
     block_score: str = field(default="best", metadata={CHOICES: BLOCK_SCORES})
+    rebase: bool = True
     constrain: str | None = field(default=None, metadata={CHOICES: CONSTRAINTS})
     choose: str | None = field(default=None, metadata={CHOICES: CHOOSERS})
     label_probs: bool = False
@@ -296,6 +301,11 @@ class RequestOptions:
             raise ValueError(f"constrain {self.constrain!r}: expected 'labels' or nothing")
         if self.choose not in (None, *CHOOSERS):
             raise ValueError(f"choose {self.choose!r}: expected 'likely' or nothing")
+        if not self.rebase and self.order != "pool":
+            raise ValueError(
+                f"order {self.order!r} with rebase false: what stays where it was written has the order of the pool;"
+                " leave one of them out"
+            )
         given = [name for name in ("ratio", "blocks", "block_ids") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} given: expected at most one of ratio, blocks and block_ids")

@@ -36,6 +36,8 @@ LABELLED = "a label"
 """Kind of the requests whose answer is a label of the pool, and ends with it."""
 EXAMPLES = "examples"
 """Kind of the requests that read single demonstrations, cut out of their blocks: as many as others read in blocks."""
+WRITTEN = "examples as written"
+"""The same, but each is seen where it was written (`rebase: false`)."""
 POOL, LARGER, OPTIONS = "bench", "larger", PoolOptions()
 
 
@@ -240,6 +242,7 @@ class Ours(AskedBatch):
             "dbsa": self.selected,
             "all blocks": self.everything,
             EXAMPLES: self.cut,
+            WRITTEN: self.written,
             LABELLED: self.labelled,
         }
 
@@ -277,15 +280,19 @@ class Ours(AskedBatch):
         """A question over the single demonstrations that are selected for it."""
         return self._over(number, tokens, self.ratio, granularity="example")
 
+    def written(self, number: int, tokens: int) -> JsonObject:
+        """A question over single demonstrations, which are seen where they were written."""
+        return self._over(number, tokens, self.ratio, granularity="example", rebase=False)
+
     def labelled(self, number: int, tokens: int) -> JsonObject:
         """A question over the blocks that are selected for it, answered with a label of the pool."""
         request, custom = self.selected(number, tokens), {"pool": POOL, "ratio": self.ratio, "constrain": "labels"}
         params: JsonObject = {"temperature": 0, "max_new_tokens": tokens, "custom_params": custom}
         return {**request, "sampling_params": params}
 
-    def stages(self, tokens: int, concurrency: int, first: int, count: int) -> JsonObject:
-        """`stages` of questions over the blocks that are selected for them."""
-        return stages(self.loop, self._requests("dbsa", tokens, first, count), concurrency)
+    def stages(self, kind: str, tokens: int, concurrency: int, first: int, count: int) -> JsonObject:
+        """`stages` of questions of one kind."""
+        return stages(self.loop, self._requests(kind, tokens, first, count), concurrency)
 
     def _over(self, number: int, tokens: int, ratio: float, **custom: Json) -> JsonObject:
         question = self.questions[number % len(self.questions)]

@@ -138,15 +138,35 @@ BEYOND: Mapping[str, DrawnMethod] = {
     ),
 }
 ABLATIONS, BLOCK_SIZES = _ablations(), _block_sizes()
+_BEHIND_100 = BLOCK_SIZES["blocks-of-10-behind-100"].pool
 CUT: Mapping[str, DrawnMethod] = {
     "cut-behind-100": DrawnMethod(
         "DBSA 30%, examples cut out of blocks behind 20 sinks and 100 examples",
         CUT_OUT,
-        BLOCK_SIZES["blocks-of-10-behind-100"].pool,
+        _BEHIND_100,
         AIMED,
     ),
 }
 """Examples cut out of blocks of 10 with the context of `EXAMPLES`; `granularity-example` has the default's."""
+WRITTEN: Mapping[str, DrawnMethod] = {
+    "dbsa-30-written": DrawnMethod("DBSA 30%, seen where it was written", partial(Bench.dbsa, rebase=False), {}, AIMED),
+    "granularity-example-written": DrawnMethod(
+        "DBSA 30%, examples cut out of blocks and seen where they were written",
+        partial(CUT_OUT, rebase=False),
+        {},
+        "granularity-example",
+    ),
+    "cut-behind-100-written": DrawnMethod(
+        "DBSA 30%, examples cut out of blocks behind 20 sinks and 100 examples, seen where they were written",
+        partial(CUT_OUT, rebase=False),
+        _BEHIND_100,
+        "cut-behind-100",
+    ),
+    "dbsa-example-written": DrawnMethod(
+        "DBSA by example, 30%, seen where it was written", partial(Bench.dbsa, rebase=False), EXAMPLES, "dbsa-example"
+    ),
+}
+"""What is selected keeps its positions (`rebase: false`), each beside the method that gives it new ones."""
 RETRIEVED = {name: each for retriever in ANALYZED for name, each in _retrieved(retriever).items()}
 METHODS: Mapping[str, DrawnMethod] = {
     **MAIN,
@@ -155,6 +175,7 @@ METHODS: Mapping[str, DrawnMethod] = {
     **BLOCK_SIZES,
     **CUT,
     **TENTH,
+    **WRITTEN,
     **RETRIEVED,
     **BEYOND,
 }
@@ -168,4 +189,5 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "tenth": ("dbsa-10", *TENTH),
     "retrievers": tuple(RETRIEVED),
     "beyond": tuple(BEYOND),
+    "written": (AIMED, *WRITTEN, *(each.beside for each in WRITTEN.values() if each.beside != AIMED)),
 }

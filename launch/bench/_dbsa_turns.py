@@ -20,7 +20,7 @@ import torch
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.launch.bench import _dbsa_engine
-from sglang_ext.launch.bench._dbsa_engine import EXAMPLES, LABELLED, LARGER, POOL
+from sglang_ext.launch.bench._dbsa_engine import EXAMPLES, LABELLED, LARGER, POOL, WRITTEN
 from sglang_ext.launch.bench._record import arguments_of_ranks
 from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import STOCK, Process, say
@@ -36,9 +36,14 @@ TURN = (
     ("stock", "fixed"),
     ("ours", "dbsa"),
     ("ours", EXAMPLES),
+    ("ours", WRITTEN),
     ("ours", "all blocks"),
 )
 """What is asked in a turn, by whom: what is compared stands side by side."""
+
+DECODE_STAGES = "decode stages"
+STAGES = {"stages": "dbsa", "stages over single demonstrations": EXAMPLES, DECODE_STAGES: "dbsa"}
+"""What is profiled of our engine, by kind of question. Answers of `DECODE_STAGES` have `--decode-tokens` tokens."""
 
 BESIDE_RETRIEVAL = "dbsa, beside retrieval"
 """Our runs that were in turns with RetICL's."""
@@ -142,7 +147,7 @@ def engines(args: argparse.Namespace) -> JsonObject:
     sizes = capacities(args)
     found: JsonObject = {
         STOCK_ROLE: {backend: {"backend": backend} for backend in args.stock_backend},
-        OURS: {"stages": {}, "decode stages": {}},
+        OURS: {name: {} for name in STAGES},
         "order": APART if args.apart else IN_TURNS,
         "memory": {role: {"tokens": size, "kv_bytes": size * token_bytes(args)} for role, size in sizes.items()},
     }
@@ -219,10 +224,11 @@ def steps(args: argparse.Namespace) -> Iterator[TurnStep]:
         yield from _appending(args, OURS, POOL, APPENDED[0])
     yield TurnStep("ours", "encode", {"pool": POOL})
     # Last: a profiler that has run goes on slowing launches down.
-    for name, tokens in (("stages", args.label_tokens[0]), ("decode stages", args.decode_tokens)):
+    for name, kind in STAGES.items():
+        tokens = args.decode_tokens if name == DECODE_STAGES else args.label_tokens[0]
         for concurrency in args.concurrency if tokens else ():
             count = max(2, concurrency)
-            options = {"tokens": tokens, "concurrency": concurrency, "first": asked, "count": count}
+            options = {"kind": kind, "tokens": tokens, "concurrency": concurrency, "first": asked, "count": count}
             asked += count
             yield TurnStep("ours", "stages", options, (name, f"{concurrency} at a time"), part="", several=False)
     if args.larger:  # appends to either pool are measured in one engine

@@ -84,6 +84,12 @@ BENCHMARKS = (
         + ("--no-labels", "--decode-tokens", "0", "--larger", "0", "--repeats", "5", "--rounds", "2"),
         "dbsa_engine_small_blocks.json",
     ),
+    Benchmark(
+        "dbsa-engine-examples",
+        ("dbsa", "--only", "engine", "--tokens", "8000", "--label-tokens", "8", "--no-labels", "--decode-tokens", "0")
+        + ("--larger", "0", "--block-size", "10"),
+        "dbsa_engine_examples.json",
+    ),
     Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa_host.json"),
     Benchmark(
         "double_p-kernels",
@@ -121,6 +127,7 @@ BENCHMARKS = (
         ("double_p", "--only", "recovered", "--device", "cpu", "--texts", "32"),
         "double_p_recovered.json",
     ),
+    Benchmark("double_p-captured", ("double_p", "--only", "captured"), "double_p_captured.json"),
     Benchmark("double_p-errors", (*CAPTURED, "--only", "errors"), "double_p_errors.json"),
     *(
         Benchmark(
@@ -165,7 +172,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-dbsa",
-        ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "4000", "--queries", "50"),
+        ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "4000", "--queries", "50")
+        + ("--methods", "main", "granularity-example"),
         "quality_dbsa.json",
         needs=("data",),
     ),
@@ -192,16 +200,24 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-block-scores-smollm2",
-        ("quality", "--suite", "dbsa", "--methods", "dbsa-30", "block-score-text", "dbsa-example")
-        + ("--sets", *SCORED_SETS, "--pool-tokens", "4000", "--queries", "20"),
+        ("quality", "--suite", "dbsa", "--methods", "scores", "--sets", "clinc150", "nlu", "--pool-tokens", "4000")
+        + ("--queries", "100", "--concurrency", "32", "--kernels", "auto"),
         "quality_block_scores_smollm2.json",
         needs=("data", "model"),
     ),
     Benchmark(
         "quality-dbsa-smollm2",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "4000", "7000")
+        + ("--methods", "main", "block-score-text", "granularity-example", "cut-behind-100", "grouping-cluster")
         + ("--queries", "100", "--concurrency", "32", "--kernels", "auto"),
         "quality_dbsa_smollm2.json",
+        needs=("data", "model"),
+    ),
+    Benchmark(
+        "quality-written-smollm2",
+        ("quality", "--suite", "dbsa", "--methods", "written", "--sets", "banking77", "--pool-tokens", "4000")
+        + ("--queries", "25"),
+        "quality_written_smollm2.json",
         needs=("data", "model"),
     ),
     *(

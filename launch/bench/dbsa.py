@@ -18,16 +18,16 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _stages
-from sglang_ext.launch.bench._dbsa_engine import EXAMPLES
+from sglang_ext.launch.bench._dbsa_engine import EXAMPLES, WRITTEN
 from sglang_ext.launch.bench._dbsa_host import host_figures, host_tier
-from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines
+from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, DECODE_STAGES, IN_TURNS, STAGES, engines
 from sglang_ext.launch.bench._record import (
     Figure,
     Timing,
@@ -47,12 +47,16 @@ from sglang_ext.types import Json, JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results" / "dbsa.json"
 PARTS = ("kernels", "engine", "host")
+AIMED_TOKENS = 80_000
+"""Tokens of a pool from which the aims of encoding and of answers over it hold."""
 # Concurrency -> what our requests a second are to be, as multiples of each baseline's.
 ANSWER_AIMS: dict[int, dict[str, float]] = {
     1: {"fixed": 1.15, "retrieval": 30.0, "zero-shot": 0.78},
     32: {"fixed": 6.0, "all blocks": 1.5, "zero-shot": 0.45},
     128: {"all blocks": 1.8},
 }
+CUT_OUT = {EXAMPLES: "", WRITTEN: ", as written,"}
+"""Kinds of answers over single demonstrations, and what their rows say of them."""
 DENSE = "dense prefill, stock SGLang on {backend}"
 BASELINES = {
     "fixed": "Fixed ICL, cached, stock SGLang on {backend}",
@@ -146,7 +150,7 @@ def main(args: argparse.Namespace) -> int:
         figures += of_engines(compare(raw, args.concurrency), args)
     save(args.out, figures, engine=raw, commit=args.commit)
     print(table(figures))
-    for name in ("stages", "decode stages"):
+    for name in STAGES:
         if raw:
             print(f"\n{name}, ours:\n{_stages.table(raw['ours'][name])}")
     print(f"written: {args.out}")
@@ -208,13 +212,15 @@ def compare(raw: JsonObject, concurrency: Sequence[int]) -> list[Figure]:
 
     notes = {"pool_tokens": ours["tokens"], "dense_tokens": stocks[0]["tokens"], "order": rows.order}
     name = f"encoding a pool of {ours['tokens']} tokens in {ours['blocks']} blocks, whole engine"
-    figures = [rows.beside_stock(name, ours["encode"], DENSE, prefill, 2.5, **notes)]
+    large = ours["tokens"] >= AIMED_TOKENS
+    figures = [rows.beside_stock(name, ours["encode"], DENSE, prefill, 2.5 if large else None, **notes)]
     for label, number in itertools.product(ours["answers"], concurrency):
-        figures += _answers(ours["answers"][label], rows, label, number)
+        aims = ANSWER_AIMS.get(number, {}) if large else {}
+        figures += _answers(ours["answers"][label], rows, label, number, aims)
     for number in concurrency:
         if "labelled" in ours:
             figures.append(_labelled(ours, rows, number))
-        spent = ours["decode stages"].get(f"{number} at a time", {})
+        spent = ours[DECODE_STAGES].get(f"{number} at a time", {})
         if spent.get("rotation"):  # else it is part of the attention kernel, and cannot be told from it
             part = Timing.of([sum(spent[stage] for stage in ("rotation", "merge", "planning"))])
             name = f"rotation, merge and planning while decoding, {number} at a time"
@@ -222,9 +228,9 @@ def compare(raw: JsonObject, concurrency: Sequence[int]) -> list[Figure]:
     return figures + (_of_larger(ours) if "larger" in ours else [])
 
 
-def _answers(mine: JsonObject, rows: StockRows, label: str, number: int) -> list[Figure]:
-    """Rows of answers with `label` tokens, so many at a time."""
-    at, aims, first = str(number), ANSWER_AIMS.get(number, {}), rows.stocks[0]
+def _answers(mine: JsonObject, rows: StockRows, label: str, number: int, aims: Mapping[str, float]) -> list[Figure]:
+    """Rows of answers with `label` tokens, so many at a time, with the aim beside each baseline that has one."""
+    at, first = str(number), rows.stocks[0]
     notes = {"question_tokens": first["question_tokens"], "label_tokens": int(label), "concurrency": number}
     notes["order"] = rows.order
     name, figures = f"answering with {label} tokens, {number} at a time, time a request", []
@@ -241,9 +247,11 @@ def _answers(mine: JsonObject, rows: StockRows, label: str, number: int) -> list
     name, words = f"a plain request with {label} tokens, {number} at a time", BASELINES["zero-shot"]
     of, seconds = partial(_seconds, label=label, kind="zero-shot", at=at), _per_request(mine["zero-shot"][at])
     figures.append(rows.beside_stock(name, seconds, words, of, 1 / 1.03, **notes))
-    if EXAMPLES in mine:
-        name = f"answering over single demonstrations with {label} tokens, {number} at a time, time a request"
-        seconds = _per_request(mine[EXAMPLES][at])
+    for kind, how in CUT_OUT.items():
+        if kind not in mine:  # what was measured before there was this kind
+            continue
+        name = f"answering over single demonstrations{how} with {label} tokens, {number} at a time, time a request"
+        seconds = _per_request(mine[kind][at])
         figures.append(rows.beside(name, seconds, "over blocks", _per_request(mine["dbsa"][at]), None, **notes))
         of = partial(_seconds, label=label, kind="fixed", at=at)
         figures.append(rows.beside_stock(name, seconds, BASELINES["fixed"], of, None, **notes))

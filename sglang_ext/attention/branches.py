@@ -27,7 +27,7 @@ def branch_runs(row: Row, prefix: Sequence[Run], begin: int, end: int) -> list[R
         found.append(RowRuns(begin, min(end, first + row.own), tuple(prefix), tail=first))
     common = [*prefix]
     if row.own:
-        common.append(Run(first, row.own, first, first))
+        common.append(Run(first, row.own, first + row.shift, first + row.shift))
     starts = _starts(row)
     for block, start in zip(row.new, starts, strict=False):
         low, high = max(begin, start), min(end, start + block.tokens)
@@ -41,9 +41,9 @@ def branch_runs(row: Row, prefix: Sequence[Run], begin: int, end: int) -> list[R
 
 
 def branch_positions(row: Row, begin: int, end: int) -> list[int]:
-    """Positions at which columns [begin, end) of a row with branches are written; its own tokens' are their columns."""
+    """Positions at which columns [begin, end) of a row with branches are written."""
     first = row.prefix_tokens + (row.own or 0)
-    positions = list(range(begin, min(end, first)))
+    positions = list(range(begin + row.shift, min(end, first) + row.shift))
     for block, start in zip(row.new, _starts(row), strict=False):
         low, high = max(begin, start), min(end, start + block.tokens)
         positions.extend(range(block.position + low - start, block.position + high - start))

@@ -151,7 +151,7 @@ class Rows:
 
     def show(self, step: StrideStep) -> Shown:
         """What `open` and `prefill` need on the device; once for all layers."""
-        added, first = self._number(step.added), step.counted.start - step.first
+        added, first = self._number(step.added), step.counted.start - step.first if step.counted else 0
         return Shown(
             triton_impl.columns(self.rings, added, added + self.rings.stride, self.rings.entries),
             self._number(step.before + first),

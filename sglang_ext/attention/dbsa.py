@@ -1,4 +1,8 @@
-"""DBSA's views: block-sparse while blocks are encoded, rebased blocks while a question is answered."""
+"""DBSA's views: block-sparse while blocks are encoded; while a question is answered, blocks at new positions.
+
+A question that sees its blocks where they were written (`rebase: false`) has no view: only the positions of its own
+tokens differ from their columns.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,10 @@ from sglang_ext.config import policy_options
 from sglang_ext.kernels.view_attention import View
 from sglang_ext.policies.options import DbsaOptions
 
+MANY = 64
+"""Pieces of a row beside rows with views: more are not read once for all requests, but as a part of the row, since each
+would be a run of its own, and CUDA graphs have room for few."""
+
 
 class DbsaPolicy(Policy):
     """Views of demonstration blocks (DBSA, section 2).
@@ -23,6 +31,7 @@ class DbsaPolicy(Policy):
     """
 
     options: type = DbsaOptions
+    as_written = True
     host_gb: float | None = None
 
     def __init__(self) -> None:
@@ -30,8 +39,10 @@ class DbsaPolicy(Policy):
 
     def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
         row = request.row
-        if row is None or not row.new:
+        if row is None or (not row.new and not row.shift):
             return None
+        if not row.new:
+            return list(range(begin + row.shift, end + row.shift))
         if begin >= row.prefix_tokens + (row.own or 0) + sum(block.tokens for block in row.new):
             return None  # the step that overlap scheduling runs past the end of an encoding; nobody reads it
         if row.own is not None:
@@ -46,14 +57,15 @@ class DbsaPolicy(Policy):
 
     def runs(self, request: Request, begin: int, end: int) -> Sequence[RowRuns] | None:
         row = request.row
-        if row is None:
+        if row is None or (row.as_written and len(row.prefix) > MANY):
             return None
         if row.encodes:
             return self._encoding(row, request.written, begin, end)
         pieces = []
         column = 0
         for piece, written in zip(row.prefix, request.written, strict=True):
-            pieces.append(Run(column, piece.tokens, column, written, (piece.key, piece.start, piece.end)))
+            seen = column if row.follows is None else written
+            pieces.append(Run(column, piece.tokens, seen, written, (piece.key, piece.start, piece.end)))
             column += piece.tokens
         if row.own is not None:
             return branch_runs(row, told_apart(pieces), begin, end)
@@ -67,7 +79,7 @@ class DbsaPolicy(Policy):
         if row is not None and row.own is not None:
             return self._branches(row, rows, runs)
         if row is not None and not row.new and all(run.delta == 0 for run in runs[0].runs):
-            return None  # every key stands at its column: plain attention over the row
+            return None  # every key is seen where it was written: plain attention over the row
         return [(seen.begin, seen.end, view_of(rows.slots, seen)) for seen in runs]
 
     def _branches(self, row: Row, rows: RequestRows, runs: Sequence[RowRuns]) -> RowViews:

@@ -31,7 +31,6 @@ from sglang_ext import compat
 from sglang_ext.attention.ltri_chunks import AnyMemory, Beginning, Chunks, KVCaches, TorchChunks, Votes
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter, cells_of
 from sglang_ext.attention.ltri_memory import LayerHost
-from sglang_ext.attention.ltri_plan import sent
 from sglang_ext.attention.policy import Caches, Request, ServedModel
 from sglang_ext.attention.sparse import REPORT
 from sglang_ext.attention.stream_policy import StreamPolicy
@@ -40,6 +39,7 @@ from sglang_ext.cache.forks import Fork
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease, host_bytes
 from sglang_ext.compat.ranks import least_over_ranks, sum_over_ranks
 from sglang_ext.config import policy_options
+from sglang_ext.kernels.shared import sent
 from sglang_ext.names import Req
 from sglang_ext.policies.heads import Heads, shipped, weights_hash
 from sglang_ext.policies.ltri import TensorRanks

@@ -25,6 +25,9 @@ class CachedBlocks:
     def __init__(self, layers: int, rows: int, ways: int, region: HostRegion, device: torch.device) -> None:
         self._numbers, self._all = region.keys.shape[0], BlockCache.stacked(layers, rows, ways, region, device)
         self.layers = [self._all.layer(number) for number in range(layers)]
+        self._counted = (0, 0)
+        self._on_way = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._arrives: torch.cuda.Event | None = None
 
     def forget(self, row: int) -> None:
         """Have no block in a row, before a new stream takes it; counters are of all streams, and go on."""
@@ -50,6 +53,18 @@ class CachedBlocks:
         """(Hits, misses) of all layers and streams; waits for the device."""
         hits, misses = self._all.counters.sum((0, 1)).tolist()
         return hits, misses
+
+    def earlier_counts(self) -> tuple[int, int]:
+        """`counts` of an earlier moment on a GPU: those that had arrived when it was last called. It does not wait."""
+        if self._all.counters.device.type != "cuda":
+            return self.counts()
+        if self._arrives is None or self._arrives.query():
+            hits, misses = self._on_way.tolist()
+            self._counted = hits, misses
+            self._on_way.copy_(self._all.counters.sum((0, 1)), non_blocking=True)
+            self._arrives = torch.cuda.Event()
+            self._arrives.record()
+        return self._counted
 
     def forget_counts(self) -> None:
         """Count from nothing again."""

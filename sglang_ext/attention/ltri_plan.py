@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT, cells_between
+from sglang_ext.kernels.shared import sent
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
@@ -29,11 +30,6 @@ def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """[n] int32 on a device, which nobody waits for."""
     staged = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
     return staged.to(device, non_blocking=True)
-
-
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on a device of a tensor in host memory; the host does not wait for it."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass

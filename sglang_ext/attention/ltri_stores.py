@@ -296,7 +296,14 @@ class KernelChunks:
 
         `fetched_bytes` are the bytes of the misses, also of those that came from the GPU before they were on the host.
         """
-        hits, misses = self.cached.counts()
+        return self._counted(self.cached.counts())
+
+    def earlier_counters(self) -> Mapping[str, int]:
+        """`counters` of an earlier moment (`CachedBlocks.earlier_counts`); does not wait for the device."""
+        return self._counted(self.cached.earlier_counts())
+
+    def _counted(self, counts: tuple[int, int]) -> Mapping[str, int]:
+        hits, misses = counts
         region = next(iter(self.stores.values())).region
         block = sum(each[0].numel() * each.element_size() for each in (region.keys, region.values))
         return {"hits": hits, "misses": misses, "fetched_bytes": misses * block}

@@ -154,11 +154,13 @@ class Policy:
     Attributes:
         request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
             passed on beside the pool's own.
+        as_written: whether answers over pools may see blocks where these were written (`cache.rows.Row.follows`).
         least_chunk: tokens of a prompt that a pass must have room for.
         captured: whether kernels that serve it decode inside CUDA graphs.
     """
 
     request_options: frozenset[str] = frozenset()
+    as_written: bool = False
 
     def pass_tokens(self, kernels: bool) -> int | None:
         """Tokens of prompts that one pass had best compute, in kernels or plain PyTorch; None for SGLang's choice."""

@@ -8,6 +8,7 @@ from sglang_ext import compat
 from sglang_ext.attention.policy import Policy, Request
 from sglang_ext.attention.step import BatchRows
 from sglang_ext.cache import carried
+from sglang_ext.kernels.shared import sent
 from sglang_ext.names import ForwardBatch, Req, ScheduleBatch
 
 
@@ -48,15 +49,19 @@ class RequestTable:
 def note_batch(table: RequestTable, batch: ScheduleBatch, forward_batch: ForwardBatch) -> list[BatchRows]:
     """The new rows of every request of a batch; writes positions that are not columns."""
     rows: list[BatchRows] = []
+    places: list[int] = []
+    written: list[int] = []
     offset = 0
     for req, (begin, length) in zip(batch.reqs, compat.new_rows(forward_batch), strict=True):
         request = table.note(req)
         positions = table.policy.positions(request, begin, begin + length)
         if positions is not None:
-            own = forward_batch.positions[offset : offset + length]
-            # From pinned memory: any other copy waits for everything that the GPU has still to do.
-            staged = torch.tensor(positions, dtype=own.dtype, device="cpu", pin_memory=own.is_cuda)
-            own.copy_(staged, non_blocking=True)
+            places.extend(range(offset, offset + length))
+            written.extend(positions)
         rows.append(BatchRows(request, req, offset, begin, begin + length))
         offset += length
+    if places:  # one copy for the whole batch
+        into = forward_batch.positions
+        at, values = sent(torch.tensor([places, written], dtype=torch.int64, device="cpu"), into.device)
+        into[at] = values.to(into.dtype)
     return rows

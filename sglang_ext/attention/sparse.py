@@ -62,6 +62,7 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
 
     options: type[OptionsT]
     request_options = ALWAYS
+    as_written = False  # clusters of blocks are read at new positions
     over_pools = False
 
     def __init__(self) -> None:

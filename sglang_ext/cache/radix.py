@@ -18,7 +18,7 @@ import torch
 from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, NewBlock, Row
-from sglang_ext.cache.stitch import MissingBlocks, NodeHooks, StitchNode, StitchTooShort, joined_ids
+from sglang_ext.cache.stitch import MissingBlocks, NodeHooks, StitchNode, StitchTooShort, joined_ids, joined_slots
 from sglang_ext.compat import InsertParams, RadixKey, RadixTree, TreeNode
 from sglang_ext.names import Passed, Req, ServerArgs
 
@@ -275,11 +275,9 @@ class BlockRadixCache(RadixTree):
         absent = self.missing(piece.key for piece in row.prefix)
         if absent:
             raise MissingBlocks(absent)
-        members = [self.blocks[piece.key] for piece in row.prefix]
-        slots = [
-            node.value if p.tokens == node.value.numel() else node.value[p.start : p.end]
-            for node, p in zip(members, row.prefix, strict=True)
-        ]
+        nodes = {piece.key: self.blocks[piece.key] for piece in row.prefix}
+        members = list(nodes.values())
+        slots = [joined_slots({key: node.value for key, node in nodes.items()}, row.prefix)] if members else []
         carried.set_request_written(req, tuple(self.written[piece.key] + piece.start for piece in row.prefix))
         limit, matched, tail = len(key), row.prefix_tokens, self.root_node
         if matched > limit:
@@ -350,7 +348,7 @@ class BlockRadixCache(RadixTree):
             return None
         own_ids = compat.own_ids(req, row.prefix_tokens, end)
         slots = self.req_to_token_pool.req_to_token[compat.request_slot(req), : row.prefix_tokens + len(own_ids)]
-        members = [self.blocks[piece.key] for piece in row.prefix]
+        members = [self.blocks[key] for key in dict.fromkeys(piece.key for piece in row.prefix)]
         if row.own is not None:  # the branches behind them go with the request
             own_ids = own_ids[: row.own]
             if not own_ids:

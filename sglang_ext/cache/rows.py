@@ -13,8 +13,9 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
-from sglang_ext.types import JsonObject
+from sglang_ext.types import Json, JsonObject
 
 WIRE_KEY = "sglang_ext"
 INTERNAL = "sglang-ext-"  # how the ids of the server's own requests begin (encoding, scoring of labels)
@@ -22,9 +23,11 @@ INTERNAL = "sglang-ext-"  # how the ids of the server's own requests begin (enco
 POOL_OWNER, REQUEST_OWNER = "pool:", "request:"  # how the names of those who hold blocks begin
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Tokens [start, end) of the block named `key`, seen one after the other."""
+class Piece(NamedTuple):
+    """Tokens [start, end) of the block named `key`, seen one after the other.
+
+    A row may have a thousand, and each scheduler makes them for each request: a tuple takes a third of the time.
+    """
 
     key: str
     start: int
@@ -61,6 +64,8 @@ class Row:
         prefix: pieces of resident blocks, in view order.
         new: blocks to encode; empty for a request that answers.
         owner: who holds the new blocks (a pool's version); they stay locked until the owner lets go.
+        follows: None where the tokens of the prefix are seen at consecutive positions from 0, and all others follow
+            them. Else they are seen where they were written, and this is the position of the first token behind them.
         own: None for a row whose new blocks are kept. Else the new blocks are branches: texts that may follow the
             request's first `own` tokens. Those tokens are found and stored as any request's are; the branches go with
             the request. A branch sees the prefix, those tokens, and the branches that its `seen` names.
@@ -70,6 +75,22 @@ class Row:
     new: tuple[NewBlock, ...] = field(default=())
     owner: str = ""
     own: int | None = None
+    follows: int | None = None
+
+    @property
+    def shift(self) -> int:
+        """By how many positions the tokens behind the prefix stand behind their columns."""
+        return 0 if self.follows is None else self.follows - self.prefix_tokens
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the model's context that the prefix takes: its columns, and the positions up to `follows`."""
+        return self.prefix_tokens + max(0, self.shift)
+
+    @property
+    def as_written(self) -> bool:
+        """Whether all tokens see all before them where these were written, as in a request without a pool."""
+        return self.follows is not None and not self.new
 
     @property
     def encodes(self) -> bool:
@@ -84,7 +105,9 @@ class Row:
         """The radix namespace of the request's own tokens: equal selections share it, which is multi-turn reuse."""
         known = self._namespaces.get(extra_key)
         if known is None:
-            named = [extra_key, [[piece.key, piece.start, piece.end] for piece in self.prefix]]
+            named: list[Json] = [extra_key, self.prefix]
+            if self.follows is not None:
+                named.append(self.follows)
             known = "rows:" + hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
             self._namespaces[extra_key] = known
         return known
@@ -96,10 +119,11 @@ class Row:
     def dump(self) -> str:
         # Field by field: asdict copies everything recursively, which took longer than all else that a request needs.
         data = {
-            "prefix": [(piece.key, piece.start, piece.end) for piece in self.prefix],
+            "prefix": self.prefix,
             "new": [(block.key, block.tokens, block.position, block.seen) for block in self.new],
             "owner": self.owner,
             "own": self.own,
+            "follows": self.follows,
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -107,11 +131,12 @@ class Row:
     def load(cls, text: str) -> Row:
         data: JsonObject = json.loads(text)
         return cls(
-            prefix=tuple(Piece(key, start, end) for key, start, end in data["prefix"]),
+            prefix=tuple(map(Piece._make, data["prefix"])),
             new=tuple(
                 NewBlock(key, tokens, position, tuple((number, at) for number, at in seen))
                 for key, tokens, position, seen in data["new"]
             ),
             owner=data["owner"],
             own=data["own"],
+            follows=data["follows"],
         )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from sglang_ext.cache.rows import Row
+from sglang_ext.cache.rows import Piece, Row
 from sglang_ext.compat import TreeNode
+from sglang_ext.kernels.shared import sent
 
 _PAD = array("q", bytes(8 * 1024))  # to make long arrays of
 
@@ -77,3 +79,22 @@ def joined_ids(blocks: Mapping[str, TreeNode], row: Row, own: array[int]) -> arr
             view[begin:end] = memoryview(blocks[piece.key].key.token_ids)[piece.start : piece.end]
         view[end:] = memoryview(own)
     return found
+
+
+def joined_slots(blocks: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> torch.Tensor:
+    """[tokens] int64: the KV slots of pieces of blocks, one piece after the other.
+
+    Args:
+        blocks: [tokens of the block] int64 slots of every block that a piece is of, by its name; all on one device.
+        pieces: at least one.
+    """
+    slots = list(blocks.values())
+    if len(pieces) == len(blocks) and all(piece.tokens == blocks[piece.key].numel() for piece in pieces):
+        return torch.cat(slots)
+    # One index, and not a slice a piece: of single demonstrations there are hundreds.
+    sizes = [each.numel() for each in slots]
+    begins = dict(zip(blocks, np.cumsum([0, *sizes]).tolist(), strict=False))
+    first = np.array([begins[piece.key] + piece.start for piece in pieces])
+    tokens = np.array([piece.end - piece.start for piece in pieces])
+    index = np.arange(tokens.sum()) + np.repeat(first - (tokens.cumsum() - tokens), tokens)
+    return torch.cat(slots)[sent(torch.from_numpy(index), slots[0].device)]

@@ -356,9 +356,9 @@ class StreamCache(TreelessCache):
         self.token_to_kv_pool_allocator.free(slots)
 
     def _nameless(self, req: Req) -> bool:
-        """Whether later requests may find a request's stream by its tokens."""
+        """Whether later requests may find a request's stream by its tokens: not one of SGLang's probes of health."""
         options = carried.request_options(req)
-        return options.get("conversation") is None and not self._settings(options)
+        return options.get("conversation") is None and not self._settings(options) and not compat.is_probe(req)
 
     def _is_found_again(self, req: Req) -> bool:
         """Whether a later request can use anything of a stream that ends."""

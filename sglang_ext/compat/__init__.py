@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_policy import AddReqResult
@@ -166,6 +167,7 @@ __all__ = [
     "has_row",
     "is_aborted",
     "is_missing_message",
+    "is_probe",
     "is_resolved",
     "is_told_to_end",
     "keep_first_abort",
@@ -224,6 +226,11 @@ __all__ = [
     "window_layers",
     "write_kv",
 ]
+
+
+def is_probe(req: Any) -> bool:
+    """Whether a request is SGLang's own, which asks whether the server still answers."""
+    return str(req.rid).startswith(HEALTH_CHECK_RID_PREFIX)
 
 
 def own_ids(req: Any, begin: int, end: int) -> array[int]:

@@ -84,7 +84,12 @@ class DraftWorker(BaseSpecWorker):
             return self._prompts(batch, on_publish)
         lengths = Lengths(batch.seq_lens, batch.seq_lens_cpu)
         slots = self._slots(batch, lengths)
-        most = torch.tensor([_most(req, slots.shape[1]) for req in batch.reqs], pin_memory=slots.is_cuda)
+        answered = [
+            length + 1 - len(req.origin_input_ids)
+            for req, length in zip(batch.reqs, lengths.host.tolist(), strict=True)
+        ]
+        each = [_most(req, count, slots.shape[1]) for req, count in zip(batch.reqs, answered, strict=True)]
+        most = torch.tensor(each, pin_memory=slots.is_cuda)
         drafts = self._drafts(batch, lengths, slots)
         return self._verified(batch, lengths, slots, drafts, most.to(slots.device, non_blocking=True), on_publish)
 
@@ -221,18 +226,23 @@ def repeated(info: Passed, times: int) -> Passed:
     return replace(info, **rows, grammar_mask=None)
 
 
-def _most(req: Req, tokens: int) -> int:
+def _most(req: Req, answered: int, tokens: int) -> int:
     """How many tokens of a verification a request takes: one where each changes the distribution of the next.
 
     Where SGLang looks at an answer's length before it looks for what stops it, the last token is taken alone.
+
+    Args:
+        req: the request.
+        answered: tokens of its answer so far. `req.output_ids` lacks those of the newest pass where passes overlap.
+        tokens: that are verified.
     """
     params = req.sampling_params
     if compat.LENGTH_HIDES_STOPS:
-        tokens = max(1, min(tokens, params.max_new_tokens - len(req.output_ids) - 1))
+        tokens = max(1, min(tokens, params.max_new_tokens - answered - 1))
     changing = (
         params.frequency_penalty != 0
         or params.presence_penalty != 0
         or params.repetition_penalty != 1
-        or params.min_new_tokens > len(req.output_ids)
+        or params.min_new_tokens > answered
     )
     return 1 if changing else tokens

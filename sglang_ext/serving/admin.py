@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from sglang_ext import compat
+from sglang_ext.attention.backend import view_backend
 from sglang_ext.cache.host_tier import bring_back
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.names import Scheduler
@@ -106,4 +107,6 @@ def show_metrics(scheduler: Scheduler) -> None:
     metrics = getattr(scheduler, "ext_metrics", None)
     if metrics is None:
         metrics = scheduler.ext_metrics = SchedulerMetrics(compat.resolved(scheduler.server_args).served_model_name)
-    metrics.show(mode_of(scheduler.tree_cache).stats(scheduler))
+    backend = view_backend(scheduler.tp_worker.model_runner)
+    read = {} if backend is None else backend.reader.counters()
+    metrics.show({**mode_of(scheduler.tree_cache).stats(scheduler), **read})

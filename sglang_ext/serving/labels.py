@@ -6,7 +6,7 @@ import asyncio
 import math
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import fastapi
 
@@ -140,6 +140,25 @@ class ClientGone(PoolError):
         super().__init__("the client hung up while its labels were scored", 499)
 
 
+def check_labels_fit(row: Row, own: int, longest: int, context: int) -> None:
+    """Whether the longest label stays within the model's context behind a row and a question.
+
+    Args:
+        row: of the question.
+        own: tokens of the question.
+        longest: tokens of the longest label.
+        context: tokens of the longest prompt that SGLang takes.
+
+    Raises:
+        ValueError: it does not; has the numbers.
+    """
+    if row.reach + own + longest > context:
+        raise ValueError(
+            f"the question has {own} tokens behind {row.reach} of blocks, and the longest label {longest}; together"
+            f" they must be at most {context}, for labels to be scored: shorten the question or lower the ratio"
+        )
+
+
 def _most(tokens: LabelTokens, prompt: Prompt, state: Options) -> int:
     """Tokens of one scoring request's tree; a branch repeats a token, so the row may have twice as many.
 
@@ -147,8 +166,9 @@ def _most(tokens: LabelTokens, prompt: Prompt, state: Options) -> int:
     """
     longest = max(len(ids) for ids in tokens.token_ids)
     own = len(prompt.own)
+    check_labels_fit(prompt.row, own, longest, state["max_req_input_len"])
     free = state["total_tokens"] - state["held_tokens"] - own - ROOM_FOR_REQUESTS
-    columns = state["max_req_input_len"] - prompt.row.prefix_tokens - own - 1
+    columns = state["max_req_input_len"] - prompt.row.reach - own - 1
     return max(1, min(max(SCORED_AT_ONCE, 2 * longest), free // 4, columns // 2))
 
 
@@ -158,10 +178,10 @@ async def _score(
     """Sum of the natural-log probabilities of each sequence of `group` after the prompt; aborted when cancelled."""
     own = len(prompt.own) - 1  # every first branch begins with the last one
     first = prompt.row.prefix_tokens + own
-    found = branches(group, prompt.own[-1], first)
+    found = branches(group, prompt.own[-1], first + prompt.row.shift)
     if not found.blocks:  # there is nothing in `group` but an empty sequence
         return dict.fromkeys(group, 0.0)
-    row = Row(prompt.row.prefix, tuple(found.blocks), own=own)
+    row = replace(prompt.row, new=tuple(found.blocks), own=own)
     meta = await scored_row(manager, client, prompt.own[:-1] + found.token_ids, row, first, prompt)
     values = [value for value, *_ in meta["input_token_logprobs"]]
     if len(values) != len(found.token_ids):

@@ -175,6 +175,11 @@ class Layout:
         """Each block as one piece."""
         return tuple(Piece(block.key, 0, len(block.token_ids)) for block in self.blocks)
 
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Name of each block -> position of its first token when encoded."""
+        return {block.key: block.position for block in self.blocks}
+
     def tokens_of(self, pieces: Iterable[Piece]) -> list[int]:
         """Token ids of pieces of these blocks, one after the other."""
         named = {block.key: block.token_ids for block in self.blocks}

@@ -8,10 +8,9 @@ token only, whose place the label takes: nobody waits for tokens that are known.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_ext import compat
-from sglang_ext.cache.rows import Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.names import RequestInput, TokenizerManager
 from sglang_ext.serving.grammar import constrain, refuse_others
@@ -22,6 +21,7 @@ from sglang_ext.serving.labels import (
     SCORED_AT_ONCE,
     ClientGone,
     Prompt,
+    check_labels_fit,
     check_quota,
     label_probabilities,
     scored_row,
@@ -179,7 +179,7 @@ class Labels:
         service, labels = self._service, self._version.definition.labels
         tree = await service.layouts.label_tree(tokens)
         state = await service.channel.ask("state")
-        search, position = Search(tree), prompt.row.prefix_tokens + len(prompt.own)
+        search, position = Search(tree), prompt.row.prefix_tokens + prompt.row.shift + len(prompt.own)
         passes = computed = 0
         while (level := search.level(position, _most(tokens, prompt, state, passes))) is not None:
             own, asked = await _pass(service.manager, level, prompt)
@@ -209,8 +209,9 @@ def _most(tokens: LabelTokens, prompt: Prompt, state: Options, passes: int) -> i
     wanted = min(COMPUTED_AT_ONCE << min(passes, 8), SCORED_AT_ONCE)
     longest = max(len(ids) for ids in tokens.token_ids)
     own = len(prompt.own)
+    check_labels_fit(prompt.row, own, longest, state["max_req_input_len"])
     free = state["total_tokens"] - state["held_tokens"] - own - ROOM_FOR_REQUESTS
-    columns = state["max_req_input_len"] - prompt.row.prefix_tokens - own - 1
+    columns = state["max_req_input_len"] - prompt.row.reach - own - 1
     return max(1, min(max(wanted, longest), free, columns))
 
 
@@ -225,7 +226,7 @@ async def _pass(
     client = ASKED.get().client
     if client is not None and await client.is_disconnected():
         raise ClientGone
-    row = Row(prompt.row.prefix, tuple(level.blocks), own=len(prompt.own) if level.blocks else None)
+    row = replace(prompt.row, new=tuple(level.blocks), own=len(prompt.own) if level.blocks else None)
     first = prompt.row.prefix_tokens + len(prompt.own) - 1
     meta = await scored_row(manager, client, prompt.own + level.token_ids, row, first, prompt, level.asked)
     own = [value or 0.0 for value, *_ in meta["input_token_logprobs"]]

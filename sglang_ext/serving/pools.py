@@ -49,7 +49,8 @@ class PoolService:
         self.manager = manager
         self.settings = server_settings()
         self.pools: dict[str, Pool] = {}
-        self.policy_options = systems()[manager.server_args.attention_backend].make_policy().request_options
+        policy = systems()[manager.server_args.attention_backend].make_policy()
+        self.policy_options, self.as_written = policy.request_options, policy.as_written
         counted = ("requests", "reencoded_blocks", "missed_blocks", "stitched_tokens")
         self.counters: dict[str, float] = {**dict.fromkeys(counted, 0), "retrieval_seconds": 0.0}
         self.tenant, self.quota = tenant, Quota()

@@ -276,7 +276,8 @@ def check_logprobs(prompt: RequestInput, vocabulary: int) -> None:
 
 def check_options(prompt: RequestInput, policy: Policy) -> None:
     """The options in `custom_params`: of the server's policy, and of pools where the request names one."""
-    custom = (prompt.sampling_params or {}).get("custom_params")
+    params = prompt.sampling_params or {}
+    custom = params.get("custom_params")
     if not custom:
         return
     if ours := {WIRE_KEY, NAMESPACE}.intersection(custom):
@@ -293,6 +294,11 @@ def check_options(prompt: RequestInput, policy: Policy) -> None:
                 f"custom_params: {', '.join(alone)} without a pool: name one (pool), or leave {', '.join(alone)} out"
             )
     policy.check(custom)
+    if "conversation" in policy.request_options and custom.get("conversation") and (params.get("n") or 1) > 1:
+        raise ValueError(
+            f"n={params['n']} with custom_params: conversation={custom['conversation']!r}: a conversation goes on from"
+            " one answer; send n=1, or leave conversation out"
+        )
 
 
 # ---- a prompt's tokens ----

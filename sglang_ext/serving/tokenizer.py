@@ -29,6 +29,7 @@ from sglang_ext.serving.grammar import Ending
 from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt
 from sglang_ext.serving.layout import Layout
 from sglang_ext.serving.likely import Labels, Whole, shows_tokens
+from sglang_ext.serving.placing import check_fits, check_rebase, row_of
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.question import own_tokens
@@ -308,6 +309,7 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     version = await service.needed(options.pool)
     check_reading(manager, obj, version.name, version.definition.options)
     check_explain(manager, options, version.definition.options)
+    check_rebase(service, version, options)
     service.lease(version)
     holds = variant = None
     try:
@@ -330,12 +332,8 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         holds = None if version.pinned(variant) else owner  # let go of, however far `ensure` comes
         await service.encoder.ensure(version, variant, layout, selection.blocks, owner)
         stitched = selection.tokens
-        if stitched + len(own) >= manager.context_len:
-            raise ValueError(
-                f"the question has {len(own)} tokens and the selected blocks {stitched}; together they must stay below"
-                f" the model's context of {manager.context_len} tokens: shorten the question or lower the ratio"
-            )
-        row = Row(selection.pieces)
+        row = row_of(selection, layout, options)
+        check_fits(manager, row, len(own))
         obj.input_ids, obj.text = own, None
         carried.set_stitched_tokens(obj, stitched)
         params = copy.copy(obj.sampling_params)

@@ -170,6 +170,8 @@ def fit(scheduler: Scheduler, req: Req, row: Row | None) -> None:
         )
         return
     params, limit = req.sampling_params, generated + free - own - ahead
+    if row is not None and row.shift > 0:  # SGLang has bounded columns, and positions lie behind these
+        limit = min(limit, scheduler.model_config.context_len - 1 - row.shift - len(req.origin_input_ids))
     if params.max_new_tokens is not None and params.max_new_tokens > limit:
         params.max_new_tokens = limit
         params.min_new_tokens = min(params.min_new_tokens, limit)

@@ -118,7 +118,8 @@ class Served:
         """The oracle's log-probabilities over all sent and generated tokens, [tokens, vocabulary]."""
         nothing = oracle.EncodedBlocks([], [], [], [])
         encoded = self.encoded(answer.ask.pool) if answer.ask.pool else nothing
-        return self.answers.log_probs(self.model, encoded, pieces, answer.ask.sent + answer.tokens)
+        options = {} if answer.ask.select.get("rebase", True) else {"rebase": False}
+        return self.answers.log_probs(self.model, encoded, pieces, answer.ask.sent + answer.tokens, **options)
 
     def errors(self, answer: Answer, pieces: Sequence[oracle.Piece] | None = None) -> list[float]:
         """Of each generated token: the largest error of a log-probability, or of the choice (it was greedy)."""

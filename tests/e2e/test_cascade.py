@@ -168,6 +168,10 @@ def test_conversations_go_on(served: Served) -> None:
     assert served.one([9, 8], cascades=1, **b)["meta_info"]["finish_reason"]["type"] == "length"
     with pytest.raises(ValueError, match="expected true or false, and the name of a conversation"):
         served.one([9, 8], **{"continue": True})
+    several = {**served.params({"cascades": 1, **b}, 4), "n": 2}
+    with pytest.raises(ValueError, match="n=2 with custom_params: conversation='b': a conversation goes on from one"):
+        served.engine.generate(input_ids=[9, 8], sampling_params=several)
+    assert served.one([9, 8], cascades=1, **b)["meta_info"]["finish_reason"]["type"] == "length", "it is still there"
     until(lambda: served.engine.flush_cache().success)
     assert served.stats()["conversations"] == served.stats()["conversation_slots"] == 0
 
@@ -181,6 +185,9 @@ def test_a_prompt_that_begins_with_an_ended_stream_goes_on_from_it(served: Serve
     until(lambda: served.engine.flush_cache().success)
     said = [*prompt, *ask(prompt, 12)["output_ids"]]
     assert served.stats()["ended_streams"] == 1 and served.stats()["ended_stream_slots"] == SLOTS
+    for probe in range(6):  # as SGLang asks for /health
+        served.engine.generate(input_ids=[0], sampling_params={"max_new_tokens": 1}, rid=f"HEALTH_CHECK_{probe}")
+    assert served.stats()["ended_streams"] == 1, "probes drive nobody's stream out"
     other = [*said[:-1], said[-1] - 1, *more]
     for tokens, cached in ((other, 0), ([*said, *more], len(said) - 1), ([*said, *more], 0)):
         if cached:  # the answer before left its own stream, and this one's is still there
@@ -233,6 +240,7 @@ def test_a_turn_that_ends_by_itself(served: Served) -> None:
         ({"beta": 1}, "beta=1: expected a number of at least 0 and below 1"),
         ({"stride": True}, "stride=True: expected a whole number"),
         ({"heads": "both"}, "heads='both': expected one of independent, homogeneous"),
+        ({"score_every": 3_000_000_000}, "score_every=3000000000: expected at most 1073741824"),
     ],
 )
 def test_wrong_options_of_a_request(served: Served, options: dict[str, Any], message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +22,7 @@ from tests.e2e.server import Server, answer_tokens, model, until
 from tests.oracle import models
 
 LEAVES_IN = 10.0
+SHARED = Path("/dev/shm")
 QUESTION = "how do i activate my card?"
 
 
@@ -168,6 +172,45 @@ def test_kill_9_of_the_main_process_leaves_no_process_behind(kept: Kept) -> None
     _, alive = psutil.wait_procs(processes[1:], timeout=LEAVES_IN)
     assert not alive, alive
     assert not listens(kept.server.port)
+
+
+@pytest.mark.timeout(900)
+def test_a_server_with_host_memory_leaves_none_of_it_behind() -> None:
+    """Whichever process is killed while a stream has blocks there: they are memory of the scheduler's alone."""
+    before = set(SHARED.iterdir())
+    policy = {"sinks": 8, "window": 16, "block": 8, "chunk": 16, "last": 4, "host_gb": 0.01}
+    arguments: dict[str, Any] = {"attention_backend": "ltri", "max_total_tokens": 2000, "enable_metrics": True}
+    body: dict[str, Any] = {"input_ids": [7 + at % 90 for at in range(600)], "sampling_params": {"max_new_tokens": 900}}
+    body["sampling_params"]["ignore_eos"] = True
+    env = {"SGLANG_EXT_POLICY": json.dumps(policy)}
+    server = Server(model("llama", max_position_embeddings=2048), env=env, warm=False, **arguments)
+    for kind in ("scheduler", "detokenizer", None):
+        with server:
+            client = threading.Thread(target=ask_and_be_cut_off, args=(server, body))
+            client.start()
+            until(lambda: server.json("GET", "/server_info")["internal_states"][0]["sglang_ext"]["host_blocks"] > 9)
+            server.generate("another stream", 1)  # when it comes, the gauges are set
+            assert gauge(server, "host_blocks") > 9 and gauge(server, "host_blocks_total") > 100
+            processes = family(server)
+            victim = processes[0] if kind is None else member(server, kind)
+            victim.send_signal(signal.SIGKILL)
+            _, alive = psutil.wait_procs(processes, timeout=LEAVES_IN)
+            client.join(70)
+            assert not alive, (kind, alive)
+            left = sum(each.stat().st_size for each in set(SHARED.iterdir()) - before)  # SGLang leaves counters there
+            assert left < 2**20, (kind, left)
+
+
+def gauge(server: Server, name: str) -> float:
+    """What /metrics shows of one of ours."""
+    lines = server.call("GET", "/metrics").text.splitlines()
+    (value,) = (line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"sglang_ext:{name}{{"))
+    return float(value)
+
+
+def ask_and_be_cut_off(server: Server, body: dict[str, Any]) -> None:
+    with contextlib.suppress(requests.RequestException):
+        server.call("POST", "/generate", json=body, timeout=60)
 
 
 @pytest.mark.timeout(600)

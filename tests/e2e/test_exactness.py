@@ -389,6 +389,74 @@ def test_appended_deleted_and_purged(served, question, positions):
     served.engine.delete(pool)
 
 
+WRITTEN = [pool for pool in POOLS if not pool.startswith("self-")]
+
+
+def test_blocks_that_are_seen_where_they_were_written(served, question, long_question):
+    """`rebase: false`: whole blocks, and turns behind them, among requests that rebase and plain ones; all of it in
+    batches that mix them, and alone.
+    """
+    asks = []
+    for n, pool in enumerate(WRITTEN):
+        for k, ids in enumerate(([0, 1], [0, 1, 3, 6], [0, 1, 6, 4, 3])):
+            own = long_question if (n + k) % 3 == 0 else question
+            asks.append(Ask(pool, own, {"block_ids": ids, "rebase": False}, new_tokens=2 + (5 * n + 3 * k) % 9))
+            if k == n % 3:
+                asks.append(Ask(pool, own, {"block_ids": ids}, new_tokens=4))
+        asks.append(Ask(None, [served.tokenizer.bos_token_id, *question], new_tokens=3 + n % 4))
+    answers = served.generate(asks)
+    served.assert_exact(answers)
+    first = served.generate(asks[:1])  # alone: SGLang's own attention serves the batch
+    served.assert_exact(first)
+    assert first[0].meta["cached_tokens"] >= first[0].view["stitched_tokens"]
+    talks = [a for a in answers if a.ask.pool is not None]
+    rng = torch.Generator().manual_seed(6)
+    more = [
+        Ask(
+            a.ask.pool,
+            torch.randint(7, 370, (6,), generator=rng).tolist(),
+            a.ask.select,
+            before=a.ask.sent + a.tokens,
+        )
+        for a in talks
+    ]
+    further = served.generate(more)
+    served.assert_exact(further)
+    for answer in further:
+        hit = answer.meta["cached_tokens"] - answer.view["stitched_tokens"]
+        assert hit >= len(answer.ask.before) - 1, (answer.ask.pool, answer.ask.select)
+
+
+def test_examples_that_are_seen_where_they_were_written(served, question):
+    select = {"granularity": "example", "ratio": 0.6, "retriever": "bm25", "query": "cancel my card", "order": "pool"}
+    answers = served.generate([Ask(pool, question, {**select, "rebase": False}) for pool in WRITTEN])
+    wrong = [served.deviation(answer, _expected_pieces(served, answer.ask)) for answer in answers]
+    assert not any(wrong), wrong
+    seen = [(answer.view["stitched_tokens"], served.info(answer.ask.pool)["tokens"]) for answer in answers]
+    assert all(some < whole - 20 for some, whole in seen), "nothing was left out between two examples"
+
+
+def test_where_blocks_were_written_must_be_known_and_within_the_context(served, question):
+    for select, message in (
+        ({"rebase": False, "order": "reversed"}, "order 'reversed' with rebase false: what stays"),
+        ({"rebase": 0}, "rebase"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            served.generate([Ask(WRITTEN[0], question, select)])
+    with pytest.raises(ValueError, match="rebase false over pool 'self-local' with pattern 'self'"):
+        served.generate([Ask("self-local", question, {"rebase": False})])
+    pool, far = "sink_previous_self-sequential", {"block_ids": [0, 6], "rebase": False}
+    end = served.info(pool)["tokens"]
+    own = torch.randint(7, 370, (CONTEXT - end,), generator=torch.Generator().manual_seed(3)).tolist()
+    with pytest.raises(ValueError, match=f"has {len(own)} tokens and with rebase false follows position {end}"):
+        served.generate([Ask(pool, own, far)])
+    (answer,) = served.generate([Ask(pool, own[:-8], far, new_tokens=50)])
+    assert len(answer.tokens) == 7, "the last token's position is the last one but one of the context, as SGLang has it"
+    served.assert_exact([answer])
+    (answer,) = served.generate([Ask(pool, own[:-8], {"block_ids": [0, 6]}, new_tokens=50)])
+    assert len(answer.tokens) == 50
+
+
 def _expected_pieces(served: Served, ask: Ask) -> list[oracle.Piece]:
     """The pieces of a selection of single demonstrations, from the pool's published spans.
 

@@ -103,11 +103,17 @@ def ext(answer: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------- probabilities
 
 
-@pytest.mark.parametrize(("pool", "count"), [("nested", 8), ("odd", len(ODD)), ("one", 1), ("thousand", 24)])
-def test_probabilities_are_those_of_each_label_scored_alone(server: Server, pool: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("pool", "count", "rebase"),
+    [("nested", 8, True), ("nested", 8, False), ("odd", len(ODD), True), ("odd", len(ODD), False), ("one", 1, True),
+     ("thousand", 24, True)],
+)  # fmt: skip
+def test_probabilities_are_those_of_each_label_scored_alone(
+    server: Server, pool: str, count: int, rebase: bool
+) -> None:
     """The oracle runs each label behind the prompt on its own, in float64."""
     labels, options = POOLS[pool]
-    answer = ask(server, custom_params={"pool": pool, "label_probs": True}).json()
+    answer = ask(server, custom_params={"pool": pool, "label_probs": True, "rebase": rebase}).json()
     probs = ext(answer)["label_probs"]
     assert list(probs) == labels and sum(probs.values()) == pytest.approx(1.0)
     blocks = server.pool(pool, tokens=True)["blocks"]
@@ -122,7 +128,7 @@ def test_probabilities_are_those_of_each_label_scored_alone(server: Server, pool
     scores = {}
     for label in some:
         ids = tokenizer(lead + label + written.answer_end, add_special_tokens=False)["input_ids"]
-        table = oracle.log_probs(reference, encoded, pieces, [*prompt, *ids])
+        table = oracle.log_probs(reference, encoded, pieces, [*prompt, *ids], rebase=rebase)
         scores[label] = sum(float(table[len(prompt) - 1 + at, token]) for at, token in enumerate(ids))
     assert len(some) > len(labels) // 2 or len(some) == count
     total = math.log(sum(math.exp(score - max(scores.values())) for score in scores.values())) + max(scores.values())
@@ -130,6 +136,20 @@ def test_probabilities_are_those_of_each_label_scored_alone(server: Server, pool
     for label in some:
         spread = TOLERANCE * max(1.0, abs(scores[label]) / 20)
         assert math.log(probs[label] / share) == pytest.approx(scores[label] - total, abs=spread), label
+
+
+@pytest.mark.parametrize("how", [{"label_probs": True}, {"choose": "likely"}, {"choose": "likely", "rebase": False}])
+def test_labels_that_do_not_fit_behind_a_long_question(server: Server, how: dict[str, Any]) -> None:
+    """Of 8,192 tokens of context, SGLang takes 8,186 in a prompt; labels have two tokens and more."""
+    first = len(server.pool("nested", tokens=True)["blocks"][0]["token_ids"])
+    custom = {"pool": "nested", "block_ids": [0], **how}
+    body = {
+        "input_ids": [7] * (8192 - 6 - first - 1),
+        "sampling_params": {"max_new_tokens": 4, "custom_params": custom},
+    }
+    answer = server.call("POST", "/generate", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert "the longest label" in answer.text and "they must be at most 8186" in answer.text
 
 
 def test_they_are_the_same_whatever_else_is_asked(server: Server) -> None:

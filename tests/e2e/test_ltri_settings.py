@@ -23,7 +23,14 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"vote": "off", "ratio": "col", "sinks": 11, "block": 4, "last": 16, "retrieved": 5, "theta": 0.6, "phi": 0.3},
     {"retrieved": 0},
     {"index": "mean", "vote": "preceding"},
+    {"similarity": "max", "spans": 1, "vectors": 3, "queries": 5},
+    {"similarity": "max", "rate": 0.4, "early_rate": 0.0, "early_layers": 2},
 )
+
+
+def log_probs_of(answer: dict[str, Any]) -> torch.Tensor:
+    """[tokens] of the answer, each its logarithmic probability."""
+    return torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
 
 
 def different(length: int) -> list[int]:
@@ -95,6 +102,26 @@ def test_all_blocks_at_true_distances_are_dense_attention(tmp_path: Path) -> Non
             logits = model(torch.tensor([sequence(prompt, answer)])).logits[0]
         far.append(deviation(prompt, answer, torch.log_softmax(logits, -1)))
     assert far[0] <= TOLERANCE < 10 * TOLERANCE < min(far[1:]) and abs(far[2] - far[3]) <= TOLERANCE
+
+
+@pytest.mark.timeout(900)
+def test_answers_do_not_depend_on_the_servers_chunks(tmp_path: Path) -> None:
+    """`--chunked-prefill-size` below, at and above what is left of a prompt; the policy's own chunk stays 512."""
+    folder, found = models.save_model("llama", tmp_path / "model", max_position_embeddings=4096), []
+    prompts = [(different(330) * 8)[:length] for length in (2500, 1100, 511)]
+    policy = {"sinks": 32, "window": 1024, "block": 32, "retrieved": 4, "similarity": "max"}
+    for size in (512, 1024, 4096):
+        arguments: dict[str, Any] = {"chunked_prefill_size": size, "max_total_tokens": 12_000}
+        with serving(folder, attention_backend="ltri", policy=policy, **arguments) as served:
+            alone = served.generate(prompts[:1], [{}], 6)
+            together = served.generate(prompts, [{}] * len(prompts), 6)
+            assert served.stats()["host_stored_bytes"] > 0
+        found.append([*alone, *together])
+    for other in found[1:]:
+        for answer, same in zip(other, found[0], strict=True):
+            assert answer["output_ids"] == same["output_ids"]
+            ours, theirs = (log_probs_of(each) for each in (answer, same))
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)  # float32
 
 
 def test_blocks_at_random(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_benchmarks_that_go_on_lose_results_of_other_code(
 def test_what_is_left(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("--list", "--out", tmp_path) == 0
     said = capsys.readouterr().out
-    assert not runs.words and said.count("left out, because it needs --data") == 18
+    assert not runs.words and said.count("left out, because it needs --data") == 19
     assert said.count("left out, because it needs --books and --model") == 5
     assert "dbsa-engine-tp2: left out, because it needs 2 GPUs" in said
     assert "dbsa-host: sglang-ext bench dbsa --only host" in said

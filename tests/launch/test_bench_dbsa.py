@@ -71,7 +71,9 @@ def test_profiles_are_last() -> None:
         for words in ((), ("--decode-tokens", "0"))
     )
     assert set(asked[asked.index("stages") :]) == {"stages"}
-    assert "stages" not in short[:-3] and len(short) == len(asked) - 3
+    assert "stages" not in short[:-6] and len(short) == len(asked) - 3
+    kinds = [step.options["kind"] for step in turns.steps(arguments()) if step.do == "stages"]
+    assert kinds == ["dbsa"] * 3 + ["examples"] * 3 + ["dbsa"] * 3
 
 
 def test_engines_that_are_together_fit_on_one_gpu() -> None:
@@ -178,15 +180,16 @@ def test_rows_of_turns() -> None:
 def test_answers_over_single_demonstrations_stand_beside_those_over_blocks() -> None:
     found = raw(turns.IN_TURNS)
     answers = found["ours"]["answers"]["4"]
-    answers["examples"] = {"1": [{**run, "seconds": 1.25 * run["seconds"]} for run in answers["dbsa"]["1"]]}
+    for kind, factor in (("examples", 1.25), ("examples as written", 0.5)):
+        answers[kind] = {"1": [{**run, "seconds": factor * run["seconds"]} for run in answers["dbsa"]["1"]]}
     before = {(row.name, row.baseline) for row in dbsa.compare(raw(turns.IN_TURNS), [1])}
     rows = [row for row in dbsa.compare(found, [1]) if (row.name, row.baseline) not in before]
-    name = "answering over single demonstrations with 4 tokens, 1 at a time, time a request"
     assert [(row.name, row.baseline) for row in rows] == [
-        (name, "over blocks"),
-        (name, "Fixed ICL, cached, stock SGLang on flashinfer"),
+        (f"answering over single demonstrations{how} with 4 tokens, 1 at a time, time a request", baseline)
+        for how in ("", ", as written,")
+        for baseline in ("over blocks", "Fixed ICL, cached, stock SGLang on flashinfer")
     ]
-    assert [row.ratio for row in rows] == pytest.approx([0.8, 1.6])
+    assert [row.ratio for row in rows] == pytest.approx([0.8, 1.6, 2, 4])
 
 
 def test_each_row_has_the_fastest_of_the_stock_engines() -> None:
@@ -281,7 +284,7 @@ def test_both_engines_answer_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[-1].notes["encoding"].keys() == {"append", "append larger"}
     assert 0 < rows[-1].notes["encoding"]["append larger"] < rows[-1].timing.high
     names = {"1 at a time", "2 at a time"}
-    assert found["ours"]["stages"].keys() == found["ours"]["decode stages"].keys() == names
+    assert all(found["ours"][stages].keys() == names for stages in turns.STAGES)
 
 
 def test_a_pool_leaves_for_the_host_and_comes_back(tmp_path: Path) -> None:
@@ -295,3 +298,14 @@ def test_a_pool_leaves_for_the_host_and_comes_back(tmp_path: Path) -> None:
     assert [row["aim"] for row in kept["figures"]] == ["at least 8x", "at most 2x", ""]
     assert kept["engine"]["ahead"] >= kept["engine"]["blocks"] > 3
     assert [run["evicted"] > 0 for name in ("evicting", "calm") for run in kept["engine"][name]] == [True, False]
+
+
+def test_aims_are_of_large_pools() -> None:
+    """Those of plain requests are of all: they have no pool."""
+    aimed = []
+    for tokens in (1000, 90_000):
+        found = raw(turns.IN_TURNS)
+        found["ours"]["tokens"] = tokens
+        aimed.append([row.name for row in dbsa.compare(found, [1]) if row.aim])
+    assert aimed[0] and all(name.startswith("a plain request") for name in aimed[0])
+    assert len(aimed[1]) > len(aimed[0]) and any(name.startswith("encoding a pool") for name in aimed[1])

@@ -123,5 +123,6 @@ def log_probs(
         positions = torch.cat([encoded.positions[b][s:e] for b, s, e in pieces])
     past = _past(model, encoded, pieces, positions, rounding)
     allowed = torch.ones(n, before + n, dtype=torch.bool).tril(before)
-    own_positions = torch.arange(before, before + n) + own_offset
+    first = before if rebase else int(positions.max()) + 1
+    own_positions = torch.arange(first, first + n) + own_offset
     return torch.log_softmax(_forward(model, own_tokens, own_positions, allowed, past), dim=-1)

@@ -268,7 +268,7 @@ def log_probs(
         pieces: the selection in view order, disjoint runs of tokens inside blocks; may be empty (zero-shot).
         own_tokens: the request's own tokens behind the selection, all turns and answers one after the other.
         own_offset: a deliberate error in the own tokens' positions, for the oracle's self-check.
-        rebase: False leaves the keys at the positions they were encoded at, a deliberate error likewise.
+        rebase: False leaves the keys at the positions they were encoded at; the own tokens follow the last of these.
     Returns:
         [own tokens, vocabulary], the model's dtype; row t is the distribution of the token after own token t.
     """
@@ -280,7 +280,8 @@ def log_probs(
     past = _past(model, encoded, pieces, positions)
     n = len(own_tokens)
     allowed = torch.ones(n, before + n, dtype=torch.bool).tril(before)
-    own_positions = torch.arange(before, before + n) + own_offset
+    first = before if rebase else int(positions.max()) + 1
+    own_positions = torch.arange(first, first + n) + own_offset
     return torch.log_softmax(_forward(model, own_tokens, own_positions, allowed, past), dim=-1)
 
 

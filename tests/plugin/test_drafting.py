@@ -17,6 +17,7 @@ from sglang_ext.compat import line
 from sglang_ext.config import DRAFTING, POLICY_ENV
 from sglang_ext.drafting.algorithm import TOKENS, SparseDraft, register
 from sglang_ext.drafting.verify import accepted, row_positions
+from sglang_ext.drafting.worker import _most
 from sglang_ext.serving import checks
 from sglang_ext.systems.registry import System, systems
 from tests.models.architectures import HYBRID, MIXED, SERVED, Architecture
@@ -191,3 +192,18 @@ def test_a_release_of_sglang_that_cannot_draft(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_system_says_itself_whether_it_drafts() -> None:
     assert not System("", "").drafts
+
+
+@pytest.mark.parametrize(("answered", "hides", "most"), [(8, True, 9), (17, True, 2), (19, True, 1), (17, False, 9)])
+def test_the_last_token_of_an_answer_is_taken_alone(
+    monkeypatch: pytest.MonkeyPatch, answered: int, hides: bool, most: int
+) -> None:
+    """Of 20, where SGLang looks at the length first; tokens of the newest pass, which the request lacks, count too."""
+    monkeypatch.setattr(compat, "LENGTH_HIDES_STOPS", hides)
+    params = SimpleNamespace(
+        max_new_tokens=20, frequency_penalty=0, presence_penalty=0, repetition_penalty=1, min_new_tokens=0
+    )
+    request: Any = SimpleNamespace(sampling_params=params, output_ids=[1] * min(answered, 8))
+    assert _most(request, answered, 9) == most
+    params.min_new_tokens = answered + 1
+    assert _most(request, answered, 9) == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import re
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from sglang_ext.attention.ltri_copies import stretches
 from sglang_ext.cache import host_blocks
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, host_bytes, memory_limit
+from tests.plugin.test_ltri_room import OnGPU
 
 CACHES = {
     0: (torch.zeros(1, 2, 6), torch.zeros(1, 2, 4)),
@@ -146,6 +149,19 @@ def test_every_page_of_the_region_is_touched(monkeypatch: pytest.MonkeyPatch) ->
     host_blocks._touch(region)
     assert before == 0 and _resident(region) >= size
     assert not np.frombuffer(region, dtype=np.uint8).any()
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [(resource.RLIM_INFINITY, "unlimited"), (2**29, "0.5 GiB")], ids=["unlimited", "limited"]
+)
+def test_memory_that_cuda_cannot_register(limit: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process may lock less (`ulimit -l`); 2 stands for CUDA's error of memory."""
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(host_blocks.resource, "getrlimit", lambda _: (limit, limit))
+    keys = torch.zeros(10, 2, 16).as_subclass(OnGPU)
+    with pytest.raises(ValueError, match=rf"register 0.0 GiB of host memory.*error 2\).*may lock {said} \(ulimit -l\)"):
+        HostBlocks({0: (keys, keys)}, 4, 2**20)
 
 
 def test_cpus_that_share_memory_with_the_one_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sglang_ext.attention.ltri_cached import CachedBlocks
@@ -54,8 +55,24 @@ def test_a_row_forgets_and_counts_are_of_all() -> None:
     fetched(cached, hosts, 0, [3, 5])
     fetched(cached, hosts, 1, [3])
     fetched(cached, hosts, 0, [3])
-    assert cached.counts() == (LAYERS, 3 * LAYERS)
+    assert cached.counts() == cached.earlier_counts() == (LAYERS, 3 * LAYERS)
     cached.forget(0)
     assert fetched(cached, hosts, 0, [3]) == [[3]] * LAYERS and fetched(cached, hosts, 1, [3]) == [[]] * LAYERS
     cached.forget_counts()
     assert cached.counts() == (0, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU there is nothing to wait for")
+def test_earlier_counts_do_not_wait_for_a_gpu() -> None:
+    """They arrive behind what the device has still to do; until then, the counts of before are given."""
+    host, device = regions()[0], torch.device("cuda")
+    cached = CachedBlocks(LAYERS, ROWS, WAYS, host, device)
+    counters = cached._all.counters
+    assert cached.earlier_counts() == (0, 0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # a tenth of a second
+    counters[:, 0] += torch.tensor([2, 5], device=device)
+    assert cached.earlier_counts() == cached.earlier_counts() == (0, 0)
+    assert not torch.cuda.current_stream().query(), "somebody has waited for the device"
+    torch.cuda.synchronize()
+    assert cached.earlier_counts() == cached.counts() == (2 * LAYERS, 5 * LAYERS)

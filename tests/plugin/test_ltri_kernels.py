@@ -458,6 +458,8 @@ def test_a_warm_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
     outs = [each.run(each.begin(1, PROMPT), text(1), 0, TOKENS) for each in (plain, world)]
     for wanted, found in zip(*outs, strict=True):
         assert (found - wanted).abs().max() <= TOLERANCE
+    counted, shown = reader._chunks.counters(), reader.counters()
+    assert shown == {f"host_cache_{name}": count for name, count in counted.items()} and counted["misses"] > 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.attention import ltri
+from sglang_ext.attention import ltri, ltri_stores
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_index import LayerIndex, index_bytes
 from sglang_ext.attention.ltri_layer import Voter
@@ -47,6 +47,19 @@ def test_the_index_of_as_many_blocks_fits(blocks: int, keys: torch.Tensor, monke
         free = RESERVED + maps + cached + index + more
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
         assert blocks_that_fit(settings, VOTERS, HEADS, ROWS, keys) == max(0, expected)
+
+
+def test_an_index_that_does_not_fit_is_refused_with_its_size(
+    keys: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = 1000
+    maps, cached = ltri_stores._beside_index(SETTINGS, VOTERS, HEADS, ROWS, keys)
+    needed = RESERVED + maps + cached + index_bytes(SETTINGS, VOTERS, blocks, HEADS, keys)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed, needed))
+    ltri_stores._check_room(SETTINGS, VOTERS, blocks, HEADS, ROWS, keys)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed - 1, needed))
+    with pytest.raises(ValueError, match=r"the index of 1000 blocks takes .* in 2 layers that vote, and 5 streams"):
+        ltri_stores._check_room(SETTINGS, VOTERS, blocks, HEADS, ROWS, keys)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

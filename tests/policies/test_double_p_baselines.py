@@ -140,6 +140,8 @@ def test_quantised_keys_keep_what_four_bits_can() -> None:
         (lambda: Quest(page=0), "page=0"),
         (lambda: Quest(budget=0.0), "budget=0.0"),
         (lambda: RetroInfer(exact=0.6, approx=0.5), "expected shares that sum to at most 1"),
+        (lambda: RetroInfer(exact=float("nan")), "exact=nan, approx=.*: expected shares"),
+        (lambda: RetroInfer(approx=float("nan")), "approx=nan: expected shares"),
         (lambda: Twilight(p=0.0), "p=0.0"),
         (lambda: Twilight(estimate="int2"), "estimate='int2'"),
         (lambda: Twilight(group="max"), "group='max'"),

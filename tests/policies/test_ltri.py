@@ -93,6 +93,29 @@ def test_suppression_is_torchvisions(seed: int, phi: float, boxes: bool) -> None
     assert ltri.suppress(begin, end, scores, phi, 4, boxes) == wanted[:4]
 
 
+@pytest.mark.parametrize("boxes", [False, True])
+@pytest.mark.parametrize("phi", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(3, 9)] * 6,
+        [(0, 1)] * 3 + [(1, 2)] * 2,
+        [(0, 4), (4, 8), (8, 12), (4, 8)],
+        [(0, 12), (1, 11), (2, 10), (3, 9), (5, 6)],
+        [(7, 8)],
+        [],
+    ],
+    ids=["equal", "single tokens", "touching", "nested", "one", "none"],
+)
+def test_suppression_of_degenerate_spans_is_torchvisions(spans: list[tuple[int, int]], phi: float, boxes: bool) -> None:
+    """Equal scores too: of these the first one goes first, as torchvision's sort has it."""
+    begin, end = (torch.tensor([span[at] for span in spans], dtype=torch.int64) for at in (0, 1))
+    for scores in (torch.ones(len(spans)), torch.arange(len(spans)) // 2 * 0.25):
+        low, high = (begin, end) if boxes else (torch.zeros_like(begin), torch.ones_like(begin))
+        wanted = nms(torch.stack([begin, low, end, high], 1).double(), scores.double(), phi).tolist()
+        assert ltri.suppress(begin, end, scores, phi, 60, boxes) == wanted
+
+
 def test_planted_triangles_are_found() -> None:
     assert spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN, spans=4)) == [(0, 4), (4, 11), (11, 16)]
     assert spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN, spans=2, vectors=2)) == [(4, 11), (11, 16)]
@@ -372,6 +395,7 @@ def test_index_vectors_are_packed_where_one_head_votes() -> None:
         ({"four_bits": True, "index": "infllm"}, "index='infllm', similarity='max': expected index 'ltri'"),
         ({"four_bits": 4}, "four_bits=4: expected true or false"),
         ({"theta": 1.0}, "theta=1.0, phi=0.1: expected 0 < theta < 1"),
+        ({"theta": 0.0}, "theta=0.0, phi=0.1: expected 0 < theta < 1"),
         ({"spans": 13, "vectors": 12}, "vectors=12, spans=13: expected a whole number of at least one for each span"),
         ({"vectors": 0}, "vectors=0, spans=1: expected a whole number of at least one for each span"),
         ({"vectors": True}, "vectors=True, spans=1: expected a whole number of at least one for each span"),

@@ -27,6 +27,8 @@ def config_of(layers: tuple[str, ...]) -> SimpleNamespace:
         ("dbsa", 1, (), "", ""),
         ("double_p", None, ("full_attention",) * 3, "", ""),
         ("cascade", 1, (), "every request of this server is a stream", "--attention-backend cascade"),
+        ("ltri", 1, (), "every request of this server is a stream", "--attention-backend ltri"),
+        ("infllm", 1, (), "every request of this server is a stream", "--attention-backend infllm"),
         ("double_p", 16, (), "this server has no pools", "--page-size 16"),
         (
             "double_p",

@@ -126,6 +126,9 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
             counted["block_ends"] = self._decoding.block_ends
         return {**super().stats(), **counted}
 
+    def counters(self) -> Mapping[str, float]:
+        return {f"host_cache_{name}": count for name, count in self._chunks.earlier_counters().items()}
+
     def warm_up(self) -> None:
         """Read a prompt, so that the first requests do not wait for compilers, and record whole chunks of prompts."""
         model, settings = self.model, self.policy.config

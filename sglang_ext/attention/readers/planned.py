@@ -206,7 +206,8 @@ class PlannedReader(Reader[Batch | DecodeStep, Prefill | LoadedPlan]):
             self.prefills.warm_up()
 
     def step(self, batch: Batch) -> Batch | DecodeStep | None:
-        if all(rows.request.row is None for rows in batch.rows):
+        rows = [each.request.row for each in batch.rows]
+        if all(row is None or row.as_written for row in rows):
             return None
         return self.decodes.step(batch) if batch.decode else batch
 

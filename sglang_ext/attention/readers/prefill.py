@@ -26,6 +26,7 @@ from sglang_ext.attention.seen import RowRuns
 from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
 from sglang_ext.kernels.dense_attention import FLASH_ATTENTION_3, HEAD_SIZES, library_of
 from sglang_ext.kernels.float8 import CAPABILITY, FLOAT8
+from sglang_ext.kernels.shared import sent
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
 from sglang_ext.kernels.view_attention.by_request import block_for, plan_by_request
@@ -195,10 +196,7 @@ class Prefills(PrefillGraphs[Loaded]):
         if dense:
             self._plan_dense(dense, total)
             if listed:
-                device = self.planner.model.table.device
-                index = plans.rows_of(listed)
-                index = index.pin_memory() if device.type == "cuda" else index  # no copy that waits for the GPU
-                index = index.to(device, non_blocking=True)
+                index = sent(plans.rows_of(listed), self.planner.model.table.device)
         return Prefill(total, self.dense if dense else None, tuple(lists), index, loaded)
 
     def _lists(self, listed: Sequence[planning.PlanRows]) -> list[tuple[int, int, PlanBuffers]]:

@@ -138,3 +138,7 @@ class Reader(ABC, Generic[StepT, LoadedT]):
     def stats(self) -> Mapping[str, Mapping[str, float]]:
         """What ran, for /server_info; may wait for the device."""
         return {"view_prefills": {}}
+
+    def counters(self) -> Mapping[str, float]:
+        """Counters for /metrics. They must not wait for the device: what it counts may be of an earlier moment."""
+        return {}

@@ -329,7 +329,13 @@ def test_positions_from_the_slot_table(served) -> None:
         tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
 
         def worst(rebase: bool) -> float:
-            table = oracle.log_probs(served.dense_model, encoded, pieces, [*own, *tokens], rebase=rebase)
+            # The policy has the question at its column, which is nearer than behind the last block's position.
+            columns = sum(end - start for _, start, end in pieces)
+            last = int(encoded.positions[pieces[-1][0]][-1])
+            offset = 0 if rebase else columns - (last + 1)
+            table = oracle.log_probs(
+                served.dense_model, encoded, pieces, [*own, *tokens], rebase=rebase, own_offset=offset
+            )
             rows = table[len(own) - 1 :]
             return max(abs(lp - rows[step, t].item()) for step, (lp, t, *_) in enumerate(meta["output_token_logprobs"]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 # Servers of several processes share few cores: a torch thread that waits for a core holds up its whole parallel region.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,11 +14,27 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch  # after the settings above
 
-from tests.e2e.warm import forked_children
+from tests.e2e import commands
+from tests.e2e.warm import forked_children, warm
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our Triton kernels run, slowly, on the CPU
     forked_children()  # engines in the tests' own processes, too, start in seconds
+
+
+@pytest.fixture
+def forked_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and their engines are forked from a process that has imported SGLang, or import it once for all theirs.
+
+    On a GPU, and where `SGLANG_EXT_TEST_SPAWN` is set, they start as users start them.
+    """
+    environment = commands.forking()
+    if not environment:
+        return
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    warm()  # before what it is started with stands for something else
+    monkeypatch.setattr(subprocess, "Popen", commands.popen)
 
 
 SLOW = (

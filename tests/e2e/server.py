@@ -183,7 +183,8 @@ class Server:
 
     def _process(self) -> subprocess.Popen[bytes] | WarmProcess:
         if self.warm:
-            return warm().start(self.command[2:], self.env, self.log_file)  # without "python -m"
+            files = {0: os.devnull, 1: str(self.log_file), 2: str(self.log_file)}
+            return warm().start(self.command[2:], self.env, files)  # without "python -m"
         with self.log_file.open("ab") as log:
             return subprocess.Popen(
                 self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

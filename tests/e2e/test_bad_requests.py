@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import threading
@@ -479,22 +480,32 @@ def test_a_long_chat_holds_nobody_up(server: Server, stream: bool) -> None:
     }
     instructed = {"model": "m", "input": "a", "instructions": MANY, "max_output_tokens": 1, "stream": stream}
     for path, body in [*requests_of.items(), ("/v1/responses", instructed)]:
-        done, longest = threading.Event(), 0.0
+        # Whoever holds others up does so each time, for 3 s and more. A machine on which other work runs does it once:
+        # an idle one takes 0.2 s.
+        waits: list[float] = []
+        while len(waits) < 3 and min(waits, default=math.inf) >= 1.5:
+            waits.append(longest_wait(server, path, body))
+        print(f"{path}: others waited {waits} s at most")
+        assert min(waits) < 1.5, path
 
-        def ask(path: str = path, body: dict[str, Any] = body, done: threading.Event = done) -> None:
-            with contextlib.suppress(requests.RequestException):  # its many tokens are not waited for
-                requests.post(server.url + path, json=body, timeout=6)
-            done.set()
 
-        threading.Thread(target=ask, daemon=True).start()
-        while not done.is_set():
-            begin = time.perf_counter()
-            assert requests.get(server.url + "/model_info", timeout=60).status_code == 200
-            longest = max(longest, time.perf_counter() - begin)
-            time.sleep(0.02)
-        server.call("POST", "/abort_request", json={"rid": "", "abort_all": True})
-        print(f"{path}: others waited {longest:.2f} s at most")
-        assert longest < 1.5, path  # it was 3 s and more, and 0.2 s on an idle machine
+def longest_wait(server: Server, path: str, body: dict[str, Any]) -> float:
+    """Seconds that another request waits at most while this one's text becomes tokens."""
+    done, longest = threading.Event(), 0.0
+
+    def ask() -> None:
+        with contextlib.suppress(requests.RequestException):  # its many tokens are not waited for
+            requests.post(server.url + path, json=body, timeout=6)
+        done.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    while not done.is_set():
+        begin = time.perf_counter()
+        assert requests.get(server.url + "/model_info", timeout=60).status_code == 200
+        longest = max(longest, time.perf_counter() - begin)
+        time.sleep(0.02)
+    server.call("POST", "/abort_request", json={"rid": "", "abort_all": True})
+    return longest
 
 
 def test_only_the_operators_models_retrieve(server: Server) -> None:

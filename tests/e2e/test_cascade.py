@@ -186,6 +186,7 @@ def test_a_prompt_that_begins_with_an_ended_stream_goes_on_from_it(served: Serve
     said = [*prompt, *ask(prompt, 12)["output_ids"]]
     assert served.stats()["ended_streams"] == 1 and served.stats()["ended_stream_slots"] == SLOTS
     for probe in range(6):  # as SGLang asks for /health
+        served.idle()  # a scheduler that has something to do answers no probe
         served.engine.generate(input_ids=[0], sampling_params={"max_new_tokens": 1}, rid=f"HEALTH_CHECK_{probe}")
     assert served.stats()["ended_streams"] == 1, "probes drive nobody's stream out"
     other = [*said[:-1], said[-1] - 1, *more]

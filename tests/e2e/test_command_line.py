@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e import commands
 from tests.e2e.server import Server, model
 from tests.oracle.models import demonstrations
 
@@ -28,7 +29,8 @@ LIMITS = ["--dtype", "float32", "--max-total-tokens", "20000"]
 def run(*line: str, status: int = 0) -> str:
     """`sglang-ext` in a process of its own; what it printed (on stderr, when it should fail)."""
     command = [sys.executable, "-m", "sglang_ext.launch.cli", *line]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    env = {**os.environ, **commands.forking(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == status, f"{line}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stderr if status else done.stdout
 
@@ -46,7 +48,7 @@ def pool_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(pool_dir: Path) -> Iterator[Server]:
     """`sglang-ext serve` on the tiny model, with nothing set that it should set itself."""
-    served = Server(model(), api_key="secret", warm=False)
+    served = Server(model(), api_key="secret", env=commands.forking(), warm=False)
     served.command = [sys.executable, "-m", "sglang_ext.launch.cli", "serve", str(model()), *LIMITS]
     served.command += [
         "--skip-server-warmup",

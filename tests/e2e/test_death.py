@@ -17,7 +17,7 @@ import psutil
 import pytest
 import requests
 
-from tests.e2e import failing
+from tests.e2e import commands, failing
 from tests.e2e.server import Server, answer_tokens, model, until
 from tests.oracle import models
 
@@ -182,7 +182,7 @@ def test_a_server_with_host_memory_leaves_none_of_it_behind() -> None:
     arguments: dict[str, Any] = {"attention_backend": "ltri", "max_total_tokens": 2000, "enable_metrics": True}
     body: dict[str, Any] = {"input_ids": [7 + at % 90 for at in range(600)], "sampling_params": {"max_new_tokens": 900}}
     body["sampling_params"]["ignore_eos"] = True
-    env = {"SGLANG_EXT_POLICY": json.dumps(policy)}
+    env = {"SGLANG_EXT_POLICY": json.dumps(policy), **commands.forking()}
     server = Server(model("llama", max_position_embeddings=2048), env=env, warm=False, **arguments)
     for kind in ("scheduler", "detokenizer", None):
         with server:

@@ -72,6 +72,7 @@ def check(result: dict[str, Any], printed: str, floor: float | None) -> None:
         assert dbsa["accuracy"] >= floor and fixed["accuracy"] >= floor
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_demo_on_its_own_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     result, printed = run(capsys, tmp_path / "out.json", "--pool-tokens", "2048")
     assert result["queries"] == QUERIES and result["left_out"] == 0
@@ -79,6 +80,7 @@ def test_demo_on_its_own_data(capsys: pytest.CaptureFixture[str], tmp_path: Path
     check(result, printed, ACCURACY_FLOOR["generated"])
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_demo_on_banking77(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = banking77() / "train.jsonl"
     result, printed = run(capsys, tmp_path / "out.json", "--data", str(data), "--pool-tokens", "3072")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sglang_ext.config import DRAFTING
+from tests.e2e import commands
 from tests.models.architectures import HYBRID
 from tests.oracle import models
 
@@ -50,7 +51,7 @@ def answers(folder: Path, **options: Any) -> list[list[int]]:
     given = {"model_path": str(folder), "attention_backend": "double_p", "policy": POLICY, **options}
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     words = [sys.executable, "-c", PROGRAM, json.dumps(given), json.dumps(PROMPTS)]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=env | commands.forking(), capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS")]
     assert lines, done.stdout + done.stderr
     found: list[list[int]] = json.loads(lines[0].removeprefix("ANSWERS"))

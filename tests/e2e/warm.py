@@ -11,6 +11,7 @@ matter, start as users start them (`Server(warm=False)`).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -53,7 +54,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal
 
 
 def main() -> None:
-    """Fork a server for every line of standard input: {"argv", "env", "log"}; say when one begins and when one ends.
+    """Fork a server for every line of standard input: {"argv", "env", "files"}; say when one begins and when one ends.
 
     Not as a child of the tests' process, whose engines end all of its children with themselves.
     """
@@ -90,16 +91,18 @@ def say(what: dict[str, Any]) -> None:
 
 
 def _fork(asked: dict[str, Any]) -> int:
+    files = {int(number): _opened(int(number), path) for number, path in asked["files"].items()}
     pid = os.fork()
     if pid:
+        for file in files.values():
+            os.close(file)
         return pid
     status = 1
     try:
         os.setsid()
-        log = os.open(asked["log"], os.O_WRONLY | os.O_APPEND)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, file in enumerate((nothing, log, log)):
+        for number, file in files.items():
             os.dup2(file, number)
+            os.close(file)
         os.environ.clear()
         os.environ.update(asked["env"])
         forked_children()
@@ -115,6 +118,14 @@ def _fork(asked: dict[str, Any]) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _opened(number: int, path: str) -> int:
+    """Open what is to have this number, under a high one: standard input to read, all else to write at its end."""
+    opened = os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
+    high = fcntl.fcntl(opened, fcntl.F_DUPFD, 512)
+    os.close(opened)
+    return high
 
 
 def forked_children() -> None:
@@ -162,11 +173,11 @@ class Warm:
         self._said("ready", True)
         self._process.wait()  # what was started has left; the one that was forked from it is nobody's child
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> WarmProcess:
-        """A server: the module `argv[0]` as a program."""
+    def start(self, argv: Sequence[str], env: Mapping[str, str], files: Mapping[int, str]) -> WarmProcess:
+        """A server: the module `argv[0]` as a program, with the files of these paths by their numbers."""
         assert self._process.stdin is not None
         number = next(self._numbers)
-        asked = {"number": number, "argv": list(argv), "env": dict(env), "log": str(log)}
+        asked = {"number": number, "argv": list(argv), "env": dict(env), "files": dict(files)}
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
         return WarmProcess(self, self._said("number", number)["pid"])

@@ -54,6 +54,7 @@ def test_rows_of_a_kernels_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert row.name == "attention" and row.ratio == 2.0 and row.met
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_a_checkout_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--shape tiny --layers 2 --length 1024 --prompts 2 --steps 4 --repeats 1 --step-repeats 2 --kernels torch"
     out = tmp_path / "rows.json"

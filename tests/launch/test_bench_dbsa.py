@@ -265,6 +265,7 @@ def test_kept_results_are_compared_as_they_were() -> None:
 # ---- both engines ----
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_both_engines_answer_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "APPENDS", 1)
     args = arguments(
@@ -287,6 +288,7 @@ def test_both_engines_answer_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(found["ours"][stages].keys() == names for stages in turns.STAGES)
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_a_pool_leaves_for_the_host_and_comes_back(tmp_path: Path) -> None:
     """The whole command; on this machine its times are of no meaning, and that blocks came back has been checked."""
     out = tmp_path / "host.json"

@@ -73,6 +73,7 @@ def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prompts 0: expected at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_drafts_in_an_engine(tmp_path: Path) -> None:
     out = tmp_path / "drafts.json"
     words = ["bench", "drafts", "--data", write_sets(tmp_path), "--lengths", "1200", "--prompts", "2", "--answer", "3"]

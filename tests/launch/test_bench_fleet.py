@@ -281,6 +281,7 @@ def test_servers_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_engines")
 def test_two_servers_behind_the_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--shape tiny --servers 2 --pools 4 --pool-tokens 1500 --block-size 8 --max-total-tokens 4000"
     loads = f"--concurrency 2 --seconds 2 --warm-up 1 --policies {BY_KEY} round_robin"

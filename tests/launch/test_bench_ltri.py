@@ -96,6 +96,7 @@ def test_heads_that_vote(layers: int, heads: int, voting: int, tmp_path: Path) -
     assert len(found.voters) == voting
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = {"sinks": 16, "window": 128, "block": 16, "chunk": 64, "last": 8, "retrieved": 4}
     words = [

@@ -332,10 +332,12 @@ def test_an_open_loop_has_at_least_one_request(rate: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("forked_engines")
 def test_two_servers_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--shape tiny --mixes questions long encoding --max-total-tokens 9000 --pools 2 --pool-tokens 1500"
     long = "--long 5000 6000 --decoded 4 --encoded 1500"  # they do not fit beside the pools of the questions
-    loads = "--seconds 6 --concurrency 2 --shares 0.5 --stock-backend torch_native --kernels torch"
+    loads = "--seconds 3 --concurrency 2 --shares 0.5 --stock-backend torch_native --kernels torch"
     out = tmp_path / "rows.json"
     words = ["bench", "serve", *sizes.split(), *long.split(), *loads.split(), "--out", str(out)]
     assert cli.main(words) == 0, capsys.readouterr()

@@ -423,6 +423,7 @@ def test_half_a_line_waits_for_the_other_half(tmp_path: Path) -> None:
     assert process.lines() == [{"b": 2}]
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_a_method_in_an_engine(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passkeys of 1,200 tokens are read through clusters; the second run finds them measured."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -115,6 +115,7 @@ def test_cascades_are_to_be_better_in_every_part(text: Path) -> None:
     assert "4 cascades, no selection" not in curve.series
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_books_in_engines(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A window that holds the whole text reads it as dense attention does; another book is added to the file."""
     out = tmp_path / "book.json"

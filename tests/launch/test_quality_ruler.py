@@ -200,6 +200,7 @@ def test_a_file_holds_tasks_of_several_runs(tmp_path: Path, data: str) -> None:
         quality.main(arguments("--suite", "ruler"))
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_needles_in_engines(tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Dense attention and Double-P find a named passkey among texts; the row says what was read for it."""
     out = tmp_path / "quality.json"

@@ -95,7 +95,8 @@ SPEED = (
         "DBSA in an engine, blocks of 5 demonstrations",
         (ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),),
     ),
-    FileSummary("dbsa_engine_examples", "DBSA in an engine, 8,000 tokens, single demonstrations"),
+    FileSummary("dbsa_engine_examples", "DBSA over single demonstrations, 8,000 tokens"),
+    FileSummary("dbsa_engine_examples_30k", "DBSA over single demonstrations, 30,000 tokens"),
     FileSummary(
         "dbsa_host",
         "A pool that comes back from host memory",

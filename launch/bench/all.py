@@ -90,6 +90,12 @@ BENCHMARKS = (
         + ("--larger", "0", "--block-size", "10"),
         "dbsa_engine_examples.json",
     ),
+    Benchmark(
+        "dbsa-engine-examples-30k",
+        ("dbsa", "--only", "engine", "--tokens", "30000", "--label-tokens", "8", "--no-labels", "--decode-tokens", "0")
+        + ("--larger", "0", "--block-size", "10", "--concurrency", "1", "32"),
+        "dbsa_engine_examples_30k.json",
+    ),
     Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa_host.json"),
     Benchmark(
         "double_p-kernels",
@@ -215,8 +221,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-written-smollm2",
-        ("quality", "--suite", "dbsa", "--methods", "written", "--sets", "banking77", "--pool-tokens", "4000")
-        + ("--queries", "25"),
+        ("quality", "--suite", "dbsa", "--methods", "written", "--sets", "banking77", "--pool-tokens", "2000", "4000")
+        + ("7000", "--queries", "100", "--concurrency", "32", "--kernels", "auto"),
         "quality_written_smollm2.json",
         needs=("data", "model"),
     ),

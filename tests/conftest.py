@@ -31,9 +31,9 @@ def forked_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = commands.forking()
     if not environment:
         return
+    warm()  # it starts as ever, before its environment and `Popen` change
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    warm()  # before what it is started with stands for something else
     monkeypatch.setattr(subprocess, "Popen", commands.popen)
 
 
